@@ -1,0 +1,1 @@
+"""Parallel degrees to a validated DeviceMesh in which expert parallelism is carved out of the data-parallel shards."""

@@ -1,0 +1,1 @@
+"""Gradient norm and clipping over gradients on any mix of meshes."""

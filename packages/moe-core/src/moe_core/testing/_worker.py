@@ -1,0 +1,63 @@
+"""One rank of `run_ranks`: waits for calls on the file descriptor that it is given."""
+
+import gc
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+
+def main(descriptor: int) -> None:
+    connection = Connection(descriptor)
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        reply = _answer(*cloudpickle.loads(message))
+        connection.send_bytes(reply)
+
+
+def _answer(rank: int, world_size: int, port: int, timeout: float, payload: bytes) -> bytes:
+    try:
+        # pickled while the group is alive: a result may be a DTensor
+        return cloudpickle.dumps((True, time.time(), _call(rank, world_size, port, timeout, payload)))
+    except (Exception, SystemExit):  # whatever the function raises goes to the caller
+        return cloudpickle.dumps((False, time.time(), traceback.format_exc()))
+
+
+def _call(rank: int, world_size: int, port: int, timeout: float, payload: bytes) -> Any:
+    _reset()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    limit = timedelta(seconds=timeout)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    try:
+        fn, args = cloudpickle.loads(payload)
+        result = fn(*args)
+        dist.barrier()
+        return result
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+
+
+def _reset() -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Nemotron-3 Nano: the model, its configs, the reference trainer, the command line."""

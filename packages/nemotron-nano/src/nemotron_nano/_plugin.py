@@ -1,0 +1,8 @@
+"""The components that nemotron-nano registers with the plugin host."""
+
+from moe_core.plugins import Component, hookimpl
+
+
+@hookimpl
+def moe_components() -> list[Component]:
+    return []
