@@ -152,8 +152,10 @@ def _register(manager: pluggy.PluginManager, plugin: str, point: EntryPoint) -> 
         for component in components:
             if component.kind not in KINDS:
                 near = difflib.get_close_matches(component.kind, KINDS, n=1)
-                raise ValueError(f"{component.name!r} has the unknown kind {component.kind!r}; "
-                                 f"{f'did you mean {near[0]!r}?' if near else 'kinds: ' + ', '.join(KINDS)}")
+                raise ValueError(
+                    f"{component.name!r} has the unknown kind {component.kind!r}; "
+                    f"{f'did you mean {near[0]!r}?' if near else 'kinds: ' + ', '.join(KINDS)}"
+                )
     except BaseException:
         manager.unregister(module)
         raise

@@ -11,7 +11,8 @@ class Problem:
     """Dotted path, e.g. `mesh.ep`; the tables of an array are named by their type: `transform.fsdp.x`."""
     rule: str
     """What holds for this key, as a sentence without its subject: "must be at least 1"."""
-    value: object = attrs.NOTHING
+    value: object = attrs.field(factory=lambda: attrs.NOTHING)
+    """What stands there; `attrs.NOTHING` where there is nothing to show."""
     hint: str = ""
     """The nearest valid name, or the fix."""
     source: str = ""

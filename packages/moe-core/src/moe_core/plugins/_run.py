@@ -11,7 +11,18 @@ if TYPE_CHECKING:
     from moe_core.config import Config
     from moe_core.plugins import kinds
 
-ORDER = ("config", "mesh", "model", "loss", "optimizer", "scheduler", "clipper", "data", "checkpointer", "trackers")
+ORDER = (
+    "config",
+    "mesh",
+    "model",
+    "loss",
+    "optimizer",
+    "scheduler",
+    "clipper",
+    "data",
+    "checkpointer",
+    "trackers",
+)
 """The order in which a run is built. Transforms replace `model`, before the loss is built."""
 
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import attrs
-from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import TCPStore
 
 try:
     import cloudpickle
@@ -28,7 +28,13 @@ _GRACE_SECONDS = 2.0
 
 _START_SECONDS = 120.0
 
-_ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "Timed out")
+_ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket Timeout",
+    "Timed out",
+)
 """What a rank says when a peer of it is gone."""
 
 
@@ -111,7 +117,11 @@ def _start_worker() -> _Worker:
             [sys.executable, "-m", "moe_core.testing._worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            },
         )
     return _Worker(process, Connection(ours.detach()))
 

@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import TCPStore
 
 
 def main(descriptor: int) -> None:
@@ -38,7 +39,7 @@ def _call(rank: int, world_size: int, port: int, timeout: float, payload: bytes)
     _reset()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     limit = timedelta(seconds=timeout)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
         fn, args = cloudpickle.loads(payload)

@@ -1,0 +1,90 @@
+"""What loading a config gives: the typed tables, or all problems at once."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+from attrs import validators
+
+from moe_core.plugins import Problem, Registry, Selected
+
+
+class ConfigError(ValueError):
+    """All that is wrong with a config; `problems` has the pieces."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  {problem}" for problem in self.problems)
+        count = len(self.problems)
+        super().__init__(f"{count} problem{'s' if count != 1 else ''} in the config:\n{lines}")
+
+
+def _default_output_dir(run: "RunConfig") -> str:
+    return f"runs/{run.name}"
+
+
+@attrs.frozen
+class RunConfig:
+    """The table `[run]`: what no component owns."""
+
+    name: str = attrs.field(default="run", validator=validators.matches_re(r"[\w.-]+"))
+    """Names the run, and by default its folder."""
+    steps: int = attrs.field(default=100, validator=validators.ge(0))
+    """Optimizer steps in all, those before a resume included."""
+    seed: int = attrs.field(default=0, validator=validators.ge(0))
+    """Seed of the weights and of the order of the data."""
+    output_dir: str = attrs.field(default=attrs.Factory(_default_output_dir, takes_self=True))
+    """Folder for all that the run writes."""
+    device_type: str = "auto"
+    """"cpu", "cuda", ...; "auto" takes the accelerator that torch finds, else the CPU."""
+    threads: int | None = attrs.field(default=None, validator=validators.optional(validators.ge(1)))
+    """CPU threads per rank. Left out: the machine's cores shared out among its ranks."""
+    timeout_s: float = attrs.field(default=600.0, validator=validators.gt(0))
+    """Seconds that a collective may take before the run is given up."""
+
+
+def _read_only(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(tables))
+
+
+@attrs.frozen
+class Config(Mapping[str, Any]):
+    """A complete config: `run`, and for each kind its `Selected`, or a tuple of them (`transform`, `tracker`).
+
+    `config["mesh"].config` is what the mesh component's own config class made of the table `[mesh]`.
+    """
+
+    run: RunConfig
+    tables: Mapping[str, Any] = attrs.field(converter=_read_only)
+    registry: Registry = attrs.field(repr=False, eq=False)
+    sources: Mapping[tuple[str, ...], str] = attrs.field(repr=False, eq=False)
+
+    def __getitem__(self, kind: str) -> Any:
+        return self.tables[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tables)
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def selected(self) -> Iterator[Selected]:
+        """Every component that the config names, sub-tables included."""
+        for value in self.tables.values():
+            for selected in value if isinstance(value, tuple) else (value,):
+                yield from _nested(selected)
+
+    def to_toml(self) -> str:
+        """The config with every value written out; loading this text gives an equal config."""
+        from moe_core.config._dump import to_toml
+
+        return to_toml(self)
+
+
+def _nested(selected: Selected) -> Iterator[Selected]:
+    yield selected
+    for field in attrs.fields(type(selected.config)):
+        value = getattr(selected.config, field.name)
+        if isinstance(value, Selected):
+            yield from _nested(value)
