@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it silently
 
 
 def main(descriptor: int) -> None:
