@@ -1,0 +1,192 @@
+"""Parallel degrees, and the rules that hold between them. Pure: no torch, no process group."""
+
+import math
+from typing import Any
+
+import attrs
+
+REST = -1
+"""The degree that stands for what the other degrees leave of the world."""
+
+_INFERABLE = ("dp_replicate", "dp_shard")
+_MODEL_PARALLEL = ("tp", "pp", "cp")
+
+
+class MeshConfigError(ValueError):
+    """A degree breaks a rule; says which key, its value, the rule and a way out.
+
+    Attributes:
+        key: the argument that is wrong, e.g. "ep".
+        value: what it was given.
+        rule: what must hold for it.
+        hint: a fix.
+    """
+
+    def __init__(self, key: str, value: object, rule: str, hint: str) -> None:
+        super().__init__(f"{key} = {value!r}: {rule} ({hint})")
+        self.key = key
+        self.value = value
+        self.rule = rule
+        self.hint = hint
+
+    def __reduce__(self) -> tuple[type["MeshConfigError"], tuple[str, object, str, str]]:
+        # the default passes the one message to a constructor of four arguments: an error could not travel
+        # from a worker process
+        return type(self), (self.key, self.value, self.rule, self.hint)
+
+
+def _is_degree(_: object, attribute: "attrs.Attribute[int]", value: Any) -> None:
+    name = attribute.name
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if is_integer and (value >= 1 or (value == REST and name in _INFERABLE)):
+        return
+    if name in _INFERABLE:
+        rule, hint = "must be an integer of at least 1, or -1", "-1 takes what the other degrees leave of the world"
+    else:
+        rule, hint = "must be an integer of at least 1", f"{name} = 1 switches it off"
+    raise MeshConfigError(name, value, rule, hint)
+
+
+@attrs.frozen
+class MeshConfig:
+    """How many ranks each kind of parallelism takes.
+
+    `dp_replicate * dp_shard * tp * pp * cp` is the number of ranks. `ep` is no factor of it: expert
+    parallelism is carved out of `dp_shard`, so a run keeps its data shards when `ep` changes, and ranks that
+    exchange tokens read different data.
+
+    Raises:
+        MeshConfigError: a degree is not an integer of at least 1 (or -1 where that is allowed).
+    """
+
+    dp_replicate: int = attrs.field(default=1, validator=_is_degree)
+    """Replicas of the sharded model (HSDP); -1: what the other degrees leave of the world."""
+    dp_shard: int = attrs.field(default=-1, validator=_is_degree)
+    """Ranks that FSDP shards over, `ep` included; -1: what the other degrees leave of the world."""
+    ep: int = attrs.field(default=1, validator=_is_degree)
+    """Ranks over which the experts of a layer are divided; divides `dp_shard`."""
+    tp: int = attrs.field(default=1, validator=_is_degree)
+    """Tensor parallelism; cannot be combined with `ep`."""
+    pp: int = attrs.field(default=1, validator=_is_degree)
+    """Pipeline parallelism; cannot be combined with `ep`."""
+    cp: int = attrs.field(default=1, validator=_is_degree)
+    """Context parallelism; cannot be combined with `ep`."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axes of the mesh with their sizes, outermost first. Needs a resolved config.
+
+        `ep` is the innermost of the data-parallel ones, so an all-to-all spans consecutive ranks. `pp`, `cp`
+        and `tp` are axes only where they are larger than 1.
+        """
+        self._refuse_unresolved()
+        sizes = {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard_mod_ep": self.dp_shard // self.ep,
+            "ep": self.ep,
+            "cp": self.cp,
+            "tp": self.tp,
+        }
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis not in _MODEL_PARALLEL}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks. Needs a resolved config."""
+        return math.prod(self.axes.values())
+
+    def resolve(self, world_size: int, num_experts: int | None = None) -> "MeshConfig":
+        """This config with -1 replaced, after all rules are checked.
+
+        Args:
+            world_size: number of ranks.
+            num_experts: experts in a layer, E. `Shard(0)` divides them as `torch.chunk` does (10 on 4 ranks:
+                3, 3, 3, 1), and a degree that leaves a rank without any (5 on 4: 2, 2, 1, 0) is refused.
+
+        Raises:
+            MeshConfigError: more than one -1; the product is not the world size; `ep` does not divide
+                `dp_shard`, is combined with `tp`, `pp` or `cp`, or leaves a rank without an expert.
+        """
+        if world_size < 1:
+            raise MeshConfigError("world_size", world_size, "must be at least 1", "it is the number of ranks")
+        resolved = self._fill_rest(world_size)
+        resolved._refuse_model_parallel_ep()
+        resolved._refuse_wrong_product(world_size)
+        resolved._refuse_uneven_ep()
+        if num_experts is not None:
+            resolved._refuse_empty_ep_rank(num_experts)
+        return resolved
+
+    def _fill_rest(self, world_size: int) -> "MeshConfig":
+        unknown = [key for key in _INFERABLE if getattr(self, key) == REST]
+        if not unknown:
+            return self
+        if len(unknown) > 1:
+            rule = "only one of dp_replicate and dp_shard may be -1"
+            raise MeshConfigError("dp_replicate", REST, rule, "dp_replicate = 1 is FSDP over all of the world")
+        key = unknown[0]
+        others = {name: getattr(self, name) for name in (*_INFERABLE, *_MODEL_PARALLEL) if name != key}
+        product = math.prod(others.values())
+        if world_size % product:
+            given = " * ".join(f"{name} {size}" for name, size in others.items() if size > 1)
+            raise MeshConfigError(
+                key,
+                REST,
+                f"the other degrees ({given} = {product}) must divide the world size {world_size}",
+                f"start a multiple of {product} ranks, or lower a degree; ep is no factor of the world",
+            )
+        return attrs.evolve(self, **{key: world_size // product})
+
+    def _refuse_model_parallel_ep(self) -> None:
+        combined = [f"{name} = {getattr(self, name)}" for name in _MODEL_PARALLEL if getattr(self, name) > 1]
+        if self.ep > 1 and combined:
+            rule = f"cannot be combined with tensor, pipeline or context parallelism ({', '.join(combined)})"
+            raise MeshConfigError("ep", self.ep, rule, "set ep = 1, or tp = pp = cp = 1")
+
+    def _refuse_wrong_product(self, world_size: int) -> None:
+        degrees = {name: getattr(self, name) for name in (*_INFERABLE, *_MODEL_PARALLEL)}
+        product = math.prod(degrees.values())
+        if product == world_size:
+            return
+        formula = " * ".join(name for name, size in degrees.items() if size > 1 or name in _INFERABLE)
+        fix = f"dp_shard = -1 takes what is left, or start {product} ranks"
+        if self.ep > 1 and product * self.ep == world_size:
+            fix = f"ep is carved out of dp_shard and is no factor of the world: dp_shard = {self.dp_shard * self.ep}"
+        rule = f"{formula} = {product} must be the world size {world_size}"
+        raise MeshConfigError("dp_shard", self.dp_shard, rule, fix)
+
+    def _refuse_uneven_ep(self) -> None:
+        if self.dp_shard % self.ep:
+            rule = f"must divide dp_shard = {self.dp_shard}, which it is carved out of"
+            hint = f"degrees that do: {_listed(_divisors(self.dp_shard))}"
+            raise MeshConfigError("ep", self.ep, rule, hint)
+
+    def _refuse_empty_ep_rank(self, num_experts: int) -> None:
+        if num_experts < 1:
+            raise MeshConfigError("num_experts", num_experts, "must be at least 1", "experts in one layer")
+        counts = [len(experts) for experts in expert_ranges(num_experts, self.ep)]
+        if min(counts) == 0:
+            shown = ", ".join(map(str, counts[:8])) + (", ..." if len(counts) > 8 else "")
+            rule = f"leaves a rank without an expert: {num_experts} experts on {self.ep} ranks are {shown}"
+            good = [d for d in _divisors(self.dp_shard) if len(expert_ranges(num_experts, d)[-1])]
+            hint = f"degrees that work with dp_shard = {self.dp_shard}: {_listed(good)}"
+            raise MeshConfigError("ep", self.ep, rule, hint)
+
+    def _refuse_unresolved(self) -> None:
+        for key in _INFERABLE:
+            if getattr(self, key) == REST:
+                raise MeshConfigError(key, REST, "is not resolved", "call config.resolve(world_size) first")
+
+
+def expert_ranges(num_experts: int, ep: int) -> list[range]:
+    """The experts of each of `ep` ranks, as `torch.chunk` and `Shard(0)` divide them; later ones may be empty."""
+    size = -(-num_experts // ep)
+    return [range(min(i * size, num_experts), min((i + 1) * size, num_experts)) for i in range(ep)]
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,49 @@
+"""The rank table and the command that prints it."""
+
+import pytest
+
+from ep_mesh import MeshConfig, rank_table
+from ep_mesh._cli import main
+
+
+def test_hsdp_with_ep_on_eight_ranks():
+    rows = rank_table(MeshConfig(dp_replicate=2, ep=2), 8, num_experts=5)
+    assert [row.rank for row in rows] == list(range(8))
+    assert [tuple(row.coordinates.values()) for row in rows] == [
+        (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1),
+    ]  # fmt: skip
+    assert [row.dp_shard for row in rows] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [row.experts for row in rows] == [range(3), range(3, 5)] * 4
+    assert rows[6].all_to_all_peers == (6, 7)
+    assert rows[6].gather_peers == (4, 5, 6, 7)
+    assert rows[6].expert_gather_peers == (4, 6)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_every_rank_reads_its_own_data_at_every_ep_degree(ep):
+    rows = rank_table(MeshConfig(ep=ep), 4)
+    assert [row.data_shard for row in rows] == [0, 1, 2, 3]
+    assert all(row.experts is None for row in rows)
+
+
+def test_model_parallel_ranks_share_their_data():
+    rows = rank_table(MeshConfig(pp=2, tp=2), 8)
+    assert list(rows[0].coordinates) == ["pp", "dp_replicate", "dp_shard_mod_ep", "ep", "tp"]
+    assert [row.data_shard for row in rows] == [0, 0, 1, 1] * 2
+
+
+def test_the_command_prints_the_table(capsys):
+    assert main(["show", "--world-size", "16", "--dp-shard", "8", "--ep", "4", "--num-experts", "60"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 17
+    # rank, dp_replicate, dp_shard_mod_ep, ep, experts, data shard, all-to-all, gathers, gathers of experts
+    assert lines[1] == ["0", "0", "0", "0", "0-14", "0", "0-3", "0-7", "0-4:4"]
+    assert lines[16] == ["15", "1", "1", "3", "45-59", "15", "12-15", "8-15", "11-15:4"]
+
+
+def test_the_command_says_what_is_wrong_and_exits_with_2(capsys):
+    assert main(["show", "--world-size", "4", "--ep", "3"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "ep = 3" in captured.err
+    assert "1, 2, 4" in captured.err
