@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -79,7 +80,7 @@ class _Pool:
         self._workers: list[_Worker] = []
 
     def run(self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
-        payload = cloudpickle.dumps((fn, args))
+        payload = _by_value(fn, args)
         self._discard_the_dead()
         try:
             self._grow(world_size)
@@ -160,6 +161,26 @@ def _how_it_died(process: "subprocess.Popen[bytes]") -> str:
     if code < 0:
         return f"killed by signal {-code} ({signal.Signals(-code).name})"
     return f"exited with status {code} in the middle of the call"
+
+
+def _by_value(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """`fn` and `args`, with all that they use of the module of `fn`, unless that is an installed one.
+
+    A test module is in `sys.modules`, so that cloudpickle would send its name, but no rank can import it.
+    """
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or module.__name__ == "__main__":
+        return cloudpickle.dumps((fn, args))
+    if any(Path(file).is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix)):
+        return cloudpickle.dumps((fn, args))
+    if module.__name__ in cloudpickle.list_registry_pickle_by_value():
+        return cloudpickle.dumps((fn, args))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps((fn, args))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 _pool = _Pool()
