@@ -50,7 +50,9 @@ class Run:
     world_size: int
     rank: int
     device_type: str
-    """"cpu", "cuda", ...: the type of `device`, and of the mesh."""
+    """"cpu", "cuda", ...: the type of the mesh and of every tensor."""
+    resume: bool
+    """Whether the trainer goes on from the latest checkpoint."""
     _sub_mesh: Any
     _parts: Mapping[str, Any]
 
@@ -61,6 +63,7 @@ class Run:
         world_size: int = 1,
         rank: int = 0,
         device_type: str = "cpu",
+        resume: bool = False,
         sub_mesh: Any = None,
         **parts: Any,
     ) -> None:
@@ -71,6 +74,7 @@ class Run:
             "world_size": world_size,
             "rank": rank,
             "device_type": device_type,
+            "resume": resume,
             "_sub_mesh": sub_mesh,
             "_parts": MappingProxyType({"config": config, **parts}),
         }
@@ -95,6 +99,7 @@ class Run:
             world_size=self.world_size,
             rank=self.rank,
             device_type=self.device_type,
+            resume=self.resume,
             sub_mesh=self._sub_mesh,
             **{**self._parts, name: value},
         )
