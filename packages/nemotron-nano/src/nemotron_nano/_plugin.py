@@ -1,8 +1,34 @@
 """The components that nemotron-nano registers with the plugin host."""
 
-from moe_core.plugins import Component, hookimpl
+from typing import TYPE_CHECKING
+
+from moe_core.plugins import Component, Problem, hookimpl
+
+if TYPE_CHECKING:
+    from moe_core.config import Config
+
+_HOMES = {
+    ("model", "nemotron_nano"): ("nemotron_nano.model_component", "ModelConfig", "build_model"),
+    ("optimizer", "adamw"): ("nemotron_nano.train.component", "AdamWConfig", "build_adamw"),
+    ("scheduler", "warmup_cosine"): ("nemotron_nano.train.component", "WarmupCosineConfig", "build_warmup_cosine"),
+    ("trainer", "pretrain"): ("nemotron_nano.train.component", "PretrainConfig", "build_pretrain"),
+    ("data", "python_stdlib"): ("nemotron_nano.data.component", "PythonStdlibConfig", "build_python_stdlib"),
+    ("data", "text_files"): ("nemotron_nano.data.component", "TextFilesConfig", "build_text_files"),
+    ("tracker", "console"): ("nemotron_nano.report.component", "ConsoleConfig", "build_console"),
+    ("tracker", "jsonl"): ("nemotron_nano.report.component", "JsonlConfig", "build_jsonl"),
+}
 
 
 @hookimpl
 def moe_components() -> list[Component]:
-    return []
+    return [
+        Component(kind, name, config=f"{module}:{config}", factory=f"{module}:{factory}")
+        for (kind, name), (module, config, factory) in _HOMES.items()
+    ]
+
+
+@hookimpl
+def moe_validate(config: "Config", world_size: int) -> list[Problem]:
+    from nemotron_nano.data.component import validate_text
+
+    return validate_text(config, world_size)

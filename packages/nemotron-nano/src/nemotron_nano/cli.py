@@ -1,0 +1,167 @@
+"""The command `nemotron-nano`: train, components, generate, export, report."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_core.config import Config, load_config, validate
+from moe_core.plugins import load_registry
+from nemotron_nano.errors import is_user_error
+
+USER_ERROR = 2
+"""Exit status of a mistake in what the user gave; nothing was started."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(words)
+    try:
+        return int(options.command(options, words))
+    except Exception as error:
+        if is_user_error(error):
+            return _refuse(error)
+        raise
+
+
+class UserError(ValueError):
+    """A mistake in the command's words or paths, with its fix."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nemotron-nano", description="Train Nemotron-3 Nano with expert parallelism.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train from a config", description=_train.__doc__)
+    train.add_argument("words", nargs="+", metavar="CONFIG... [key.path=value ...]", help="TOML files, then overrides")
+    train.add_argument("--nproc", type=_positive, metavar="N", help="start N ranks on this machine (default 1)")
+    train.add_argument("--resume", action="store_true", help="go on from the latest checkpoint of the run's folder")
+    train.add_argument("--dry-run", action="store_true", help="check the config, print it in full, start nothing")
+    train.set_defaults(command=_train)
+
+    components = commands.add_parser("components", help="list the installed components")
+    components.set_defaults(command=_components)
+
+    generate = commands.add_parser("generate", help="continue a text with a trained model")
+    generate.add_argument("run", type=Path, metavar="RUN", help="folder of a run that has a checkpoint")
+    generate.add_argument("--prompt", default="def ", help='text to continue (default "def ")')
+    generate.add_argument("--max-new-tokens", type=_positive, default=100, metavar="N", help="how far (default 100)")
+    generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    generate.add_argument("--top-p", type=float, default=0.95, help="share of the probability kept (default 0.95)")
+    generate.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    generate.set_defaults(command=_generate)
+
+    export = commands.add_parser("export", help="write a checkpoint in the Hugging Face layout")
+    export.add_argument("run", type=Path, metavar="RUN", help="folder of a run that has a checkpoint")
+    export.add_argument("--output", type=Path, metavar="DIR", help="where to (default RUN/hf)")
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default 5GB)")
+    export.set_defaults(command=_export)
+
+    report = commands.add_parser("report", help="plots and a table of finished runs")
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs; plots go into the first")
+    report.set_defaults(command=_report)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return number
+
+
+def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Train from one or more TOML files, the later over the earlier, and key.path=value words over all."""
+    files = [word for word in options.words if "=" not in word]
+    config = load_config(files, [word for word in options.words if "=" in word])
+    started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    world_size = int(os.environ["WORLD_SIZE"]) if started else (options.nproc or 1)
+    validate(config, world_size)
+    if options.dry_run:
+        print(config.to_toml(), end="")
+        return 0
+    if not started:
+        _refuse_to_overwrite(config, resume=options.resume)
+    if started or world_size == 1:
+        from nemotron_nano.train.rank import train_on_this_rank
+
+        return train_on_this_rank(config, resume=options.resume)
+    from nemotron_nano.train.launch import launch
+
+    return launch("nemotron_nano", words, world_size)
+
+
+def _refuse_to_overwrite(config: Config, *, resume: bool) -> None:
+    """A run folder with checkpoints is gone on with, never silently written over."""
+    folder = Path(config.run.output_dir)
+    checkpoints = folder / "checkpoints"
+    if not resume and checkpoints.is_dir() and any(checkpoints.iterdir()):
+        raise UserError(
+            f"{folder} holds checkpoints of an earlier run; go on with it by --resume, choose another folder by "
+            "run.name=NAME, or remove it"
+        )
+    if resume and not checkpoints.is_dir():
+        raise UserError(f"--resume: there is no checkpoint in {folder}; leave --resume out to start this run")
+
+
+def _components(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """One line per component, and one per plugin that failed to load."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    registry = load_registry()
+    table = Table("kind", "name", "distribution", "version", box=SIMPLE_HEAD)
+    for entry in sorted(registry.entries, key=lambda entry: (entry.component.kind, entry.component.name)):
+        table.add_row(entry.component.kind, entry.component.name, entry.distribution, entry.version)
+    console = Console(highlight=False)
+    console.print(table)
+    for failure in registry.failures:
+        console.print(str(failure), soft_wrap=True, markup=False)
+    return 0
+
+
+def _generate(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from nemotron_nano.trained import continue_text
+
+    for piece in continue_text(
+        _run_folder(options.run),
+        options.prompt,
+        options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+    ):
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _export(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from nemotron_nano.trained import export
+
+    output = options.output or options.run / "hf"
+    export(_run_folder(options.run), output, options.max_shard_size)
+    print(f"wrote {output}")
+    return 0
+
+
+def _report(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from nemotron_nano.report.summary import report
+
+    report([_run_folder(folder) for folder in options.runs])
+    return 0
+
+
+def _run_folder(folder: Path) -> Path:
+    if not (folder / "config.toml").is_file():
+        raise UserError(f"{folder} is not the folder of a run: it has no config.toml (runs write to runs/NAME)")
+    return folder
+
+
+def _refuse(error: Exception) -> int:
+    """The error in words; of several ranks only the first one says it."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"nemotron-nano: {error}", file=sys.stderr)
+    return USER_ERROR

@@ -1,0 +1,1 @@
+"""Batches of text for training and validation, as functions of the step."""

@@ -1,0 +1,47 @@
+"""What all ranks together have to report of a step, in one collective."""
+
+import resource
+import sys
+from collections.abc import Sequence
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_core.plugins import LossOutput
+
+
+@attrs.frozen
+class Totals:
+    """Sums over ranks and microbatches."""
+
+    tokens: int
+    parts: dict[str, float]
+    peak_memory_bytes: list[int]
+    """By rank."""
+
+    def mean(self, part: str) -> float:
+        """Per valid token; 0 where there is none."""
+        return self.parts[part] / self.tokens if self.tokens else 0.0
+
+
+def sum_over_ranks(outputs: Sequence[LossOutput], dp_mesh: DeviceMesh, peak_memory: int) -> Totals:
+    """Add up what the losses returned on every rank of `dp_mesh`; a loss has the same parts everywhere."""
+    names = list(outputs[0].parts)
+    rows = [[output.parts[name] for name in names] + [output.tokens] for output in outputs]
+    mine = torch.stack([torch.stack([value.detach().double() for value in row]) for row in rows]).sum(0)
+    mine = torch.cat([mine, mine.new_tensor([float(peak_memory)])])
+    everyone = mine.new_empty(dp_mesh.size(), len(mine))
+    dist.all_gather_into_tensor(everyone, mine, group=dp_mesh.get_group())
+    *sums, tokens, _ = everyone.sum(0).tolist()
+    memory = [int(value) for value in everyone[:, -1].tolist()]
+    return Totals(int(tokens), dict(zip(names, sums, strict=True)), memory)
+
+
+def peak_memory_bytes(device_type: str) -> int:
+    """Most memory that this rank has used: of the accelerator, or on the CPU of the process."""
+    if device_type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return torch.accelerator.max_memory_allocated()

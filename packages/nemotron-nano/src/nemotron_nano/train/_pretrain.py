@@ -1,0 +1,117 @@
+"""The training loop: next-token prediction, validation, checkpoints."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chunked_loss import global_denominator
+from fsdp_ep import set_requires_gradient_sync
+from moe_core import update_router_bias
+from moe_core.plugins import Batch, LossOutput, Run
+from nemotron_nano.train._events import emit
+from nemotron_nano.train._measure import Totals, peak_memory_bytes, sum_over_ranks
+
+if TYPE_CHECKING:
+    from nemotron_nano.train.component import PretrainConfig
+
+
+class TrainingError(RuntimeError):
+    """Training can't go on; raised on all ranks alike."""
+
+
+class Pretrain:
+    """`kinds.Trainer`: drives a run from its first, or its resumed, step to `run.steps`."""
+
+    def __init__(self, config: "PretrainConfig") -> None:
+        self.config = config
+
+    def __call__(self, run: Run) -> int:
+        steps = run.config.run.steps
+        start = _restore(run) if run.resume else 0
+        if start > steps:
+            raise TrainingError(f"the checkpoint stands after step {start}, beyond run.steps = {steps}")
+        emit(run, "run_start", run=run, first_step=start, steps=steps, description=run.data.describe())
+        for step in range(start, steps):
+            emit(run, "step_end", step=step + 1, steps=steps, metrics=self._step(run, step))
+            done = step + 1
+            if _due(done, self.config.evaluate_every, steps):
+                emit(run, "evaluated", step=done, metrics=evaluate(run))
+            if _due(done, self.config.checkpoint_every, steps):
+                path = run.checkpointer.save(run, done, {})
+                emit(run, "checkpoint_saved", step=done, path=path)
+        emit(run, "run_end", status=0)
+        return 0
+
+    def _step(self, run: Run, step: int) -> Mapping[str, Any]:
+        """One optimizer step, and what there is to report of it."""
+        begin = time.perf_counter()
+        run.model.train()
+        outputs = _accumulate_gradients(run, run.data.train_batches(step))
+        norm = run.clipper(run.model.parameters())
+        lr = run.scheduler.get_last_lr()[0]
+        # the norm is the same on all ranks, so all of them stop here or none
+        if not math.isfinite(grad_norm := norm.item()):
+            raise TrainingError(f"step {step + 1}: the gradient norm is {grad_norm}; the weights are left as they were")
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.scheduler.step()
+        load = update_router_bias(run.model, run.sub_mesh("dp"), rate=self.config.router_bias_rate)
+        totals = sum_over_ranks(outputs, run.sub_mesh("dp"), peak_memory_bytes(run.device_type))
+        seconds = time.perf_counter() - begin
+        return {
+            "loss": totals.mean("cross_entropy"),
+            **{name: totals.mean(name) for name in totals.parts if name != "cross_entropy"},
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": totals.tokens,
+            "seconds": seconds,
+            "tokens_per_second": totals.tokens / seconds,
+            "peak_memory_bytes": totals.peak_memory_bytes,
+            "expert_load": {name: counts.tolist() for name, counts in load.items()},
+        }
+
+
+def _accumulate_gradients(run: Run, batches: Sequence[Batch]) -> list[LossOutput]:
+    """Forward and backward of all microbatches; gradients are reduced in the last one only.
+
+    Dividing by the valid tokens of the whole step makes the gradient that of the mean over all of them,
+    however they are spread over ranks and microbatches.
+    """
+    denominator = global_denominator([batch.labels for batch in batches], run.sub_mesh("dp"))
+    outputs = []
+    for position, batch in enumerate(batches, start=1):
+        set_requires_gradient_sync(run.model, position == len(batches))
+        output = run.loss(run.model, batch)
+        (output.sum / denominator).backward()
+        outputs.append(LossOutput(output.sum.detach(), output.tokens, output.parts))
+    return outputs
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> Mapping[str, float]:
+    """Mean loss over the validation rows of all ranks; also in bits, per byte if the data says how many."""
+    run.model.eval()
+    outputs = [run.loss(run.model, batch) for batch in run.data.validation_batches()]
+    totals: Totals = sum_over_ranks(outputs, run.sub_mesh("dp"), 0)
+    loss = totals.mean("cross_entropy")
+    metrics = {"loss": loss, "bits_per_token": loss / math.log(2)}
+    description = run.data.describe()
+    if "bytes_per_token" in description:
+        metrics["bits_per_byte"] = metrics["bits_per_token"] / description["bytes_per_token"]
+        metrics["byte_entropy_bits"] = description["byte_entropy_bits"]
+    return metrics
+
+
+def _restore(run: Run) -> int:
+    state = run.checkpointer.load(run)
+    if state is None:
+        raise TrainingError(f"there is no checkpoint to resume from in {run.config.run.output_dir}")
+    return int(state["step"])
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+

@@ -1,0 +1,39 @@
+"""What one rank does of `nemotron-nano train`."""
+
+import sys
+import traceback
+
+from moe_core.config import Config
+from nemotron_nano.errors import is_user_error
+from nemotron_nano.train._pretrain import TrainingError
+from nemotron_nano.train._process_group import LaunchError, Place, choose_device_type, process_group, set_threads
+from nemotron_nano.train.assemble import assemble
+
+
+def train_on_this_rank(config: Config, *, resume: bool) -> int:
+    """Build the run and hand it to its trainer; returns the exit status.
+
+    What all ranks find wrong is said once, in one line: mistakes of the user's (status 2), and training or a start that can't go on (status 1). Anything else is printed with its
+    traceback and rank.
+    """
+    place = Place.from_environment()
+    set_threads(config.run.threads, place)
+    device_type = choose_device_type(config.run.device_type)
+    try:
+        with process_group(place, device_type, config.run.timeout_s):
+            run = assemble(config, device_type=device_type, resume=resume)
+            return int(config["trainer"].build(run)(run))
+    except (LaunchError, TrainingError) as error:
+        return _say_once(error, place, status=1)
+    except Exception as error:
+        if is_user_error(error):
+            return _say_once(error, place, status=2)
+        print(f"nemotron-nano: rank {place.rank} of {place.world_size} failed:", file=sys.stderr)
+        traceback.print_exc()
+        return 1
+
+
+def _say_once(error: Exception, place: Place, status: int) -> int:
+    if place.rank == 0:
+        print(f"nemotron-nano: {error}", file=sys.stderr)
+    return status
