@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from moe_core._balance import update_router_bias as update_router_bias
     from moe_core._experts import GroupedExperts as GroupedExperts
     from moe_core._moe import MoE as MoE
-    from moe_core._moe import MoEConfig as MoEConfig
+    from moe_core._moe_config import MoEConfig as MoEConfig
     from moe_core._router import Routing as Routing
     from moe_core._router import TopKRouter as TopKRouter
     from moe_core.config import load_config as load_config
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _HOME = {
     "GroupedExperts": "moe_core._experts",
     "MoE": "moe_core._moe",
-    "MoEConfig": "moe_core._moe",
+    "MoEConfig": "moe_core._moe_config",
     "Routing": "moe_core._router",
     "TopKRouter": "moe_core._router",
     "load_config": "moe_core.config",
@@ -30,7 +30,7 @@ _HOME = {
     "update_router_bias": "moe_core._balance",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605 - the table above is the one list of public names
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

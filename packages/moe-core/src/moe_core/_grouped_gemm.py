@@ -1,0 +1,216 @@
+"""One matrix product per expert over consecutive rows, by `F.grouped_mm` or by a loop.
+
+Both compute `rows[s:t] @ weight[i].T` for the rows s..t of expert i, give experts without rows a gradient of
+exact zeros, and give rows past the last expert's, which may hold anything, zeros in the result and in the
+gradient, chosen by `where` so that a NaN there does not spread.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_STRIDE_BYTES = 16
+"""What `F.grouped_mm` asks of the strides of its operands."""
+_BLAS_BYTES = 64
+"""From this alignment on a BLAS result does not depend on where in memory its operands lie."""
+
+
+class GroupedGemm(Protocol):
+    """A back end. `exact` says that no rows lie past the last expert's, `host_counts` is a copy of
+    `tokens_per_expert` on the host if there is one; both only save work."""
+
+    def __call__(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        tokens_per_expert: Tensor,
+        *,
+        exact: bool = False,
+        host_counts: Tensor | None = None,
+    ) -> Tensor:
+        """[R, I], [e, O, I], [e] int64 -> [R, O], all of one dtype."""
+        ...
+
+
+def grouped_mm(
+    rows: Tensor,
+    weight: Tensor,
+    tokens_per_expert: Tensor,
+    *,
+    exact: bool = False,
+    host_counts: Tensor | None = None,
+) -> Tensor:
+    """[R, I], [e, O, I], [e] int64 -> [R, O] by `torch.nn.functional.grouped_mm`; no host sync.
+
+    Raises:
+        ValueError: a dtype, device or width that `F.grouped_mm` does not take; see `grouped_mm_takes`.
+    """
+    _check_shapes(rows, weight, tokens_per_expert)
+    reason = why_not_grouped_mm(rows, weight)
+    if reason:
+        raise ValueError(f'grouped_gemm = "grouped_mm": {reason}; use "loop", or "auto" to choose by case')
+    offsets = tokens_per_expert.cumsum(0).to(device=rows.device, dtype=torch.int32)
+    return _GroupedMM.apply(rows, weight, offsets, exact)
+
+
+def loop(
+    rows: Tensor,
+    weight: Tensor,
+    tokens_per_expert: Tensor,
+    *,
+    exact: bool = False,
+    host_counts: Tensor | None = None,
+) -> Tensor:
+    """[R, I], [e, O, I], [e] int64 -> [R, O], expert by expert, in any dtype and width.
+
+    Reads the counts on the host: one sync, unless `host_counts` or `tokens_per_expert` is there already.
+    """
+    _check_shapes(rows, weight, tokens_per_expert)
+    if rows.is_meta:
+        return F.linear(rows, weight[0])
+    counts = tokens_per_expert.to("cpu") if host_counts is None else host_counts
+    return _Loop.apply(rows, weight, counts.tolist())
+
+
+def why_not_grouped_mm(rows: Tensor, weight: Tensor) -> str:
+    """Why `F.grouped_mm` cannot compute rows [R, I] x weight [e, O, I]; empty if it can."""
+    if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {rows.dtype} is none of float32, bfloat16, float16"
+    if rows.is_meta:
+        return "it has no kernel for meta tensors"
+    for width in weight.shape[1:]:
+        if width * rows.element_size() % _STRIDE_BYTES:
+            multiple = _STRIDE_BYTES // rows.element_size()
+            return f"width {width} is not a multiple of {multiple} ({rows.dtype})"
+    return ""
+
+
+def pick(rows: Tensor, *weights: Tensor) -> GroupedGemm:
+    """The back end for these operands: `grouped_mm` where it has a fast kernel, else `loop`.
+
+    Off the CPU that is bf16 (other dtypes go expert by expert there too, and read the counts back). On the CPU
+    narrow widths leave an expert's rows unaligned, where only `loop` keeps the result independent of that.
+    """
+    if any(why_not_grouped_mm(rows, weight) for weight in weights):
+        return loop
+    if rows.device.type == "cpu":
+        widths = [width for weight in weights for width in weight.shape[1:]]
+        return loop if any(width * rows.element_size() % _BLAS_BYTES for width in widths) else grouped_mm
+    return grouped_mm if rows.dtype == torch.bfloat16 else loop
+
+
+def resolve(grouped_gemm: "str | GroupedGemm") -> "GroupedGemm | None":
+    """The back end by name or as it is; None for "auto"."""
+    if callable(grouped_gemm):
+        return grouped_gemm
+    if grouped_gemm == "auto":
+        return None
+    if grouped_gemm not in ("grouped_mm", "loop"):
+        raise ValueError(f'grouped_gemm = {grouped_gemm!r}: must be "auto", "grouped_mm", "loop" or a callable')
+    return grouped_mm if grouped_gemm == "grouped_mm" else loop
+
+
+def _check_shapes(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> None:
+    if rows.dtype != weight.dtype:
+        raise ValueError(
+            f"rows are {rows.dtype} and the experts' weights {weight.dtype}: cast one of them, or give the experts "
+            "the mixed-precision policy of the layers around them"
+        )
+    if rows.shape[-1] != weight.shape[-1] or tokens_per_expert.shape != weight.shape[:1]:
+        raise ValueError(
+            f"rows {tuple(rows.shape)}, weight {tuple(weight.shape)} and tokens_per_expert "
+            f"{tuple(tokens_per_expert.shape)} must be [R, I], [e, O, I] and [e]"
+        )
+
+
+def _zero_past(rows: Tensor, end: Tensor) -> Tensor:
+    inside = torch.arange(rows.shape[0], device=rows.device) < end
+    return torch.where(inside.unsqueeze(1), rows, 0)
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, exact: bool) -> Tensor:
+        ctx.save_for_backward(rows, weight, offsets)
+        ctx.exact = exact
+        if rows.shape[0] == 0:
+            return rows.new_zeros(0, weight.shape[1])
+        out = F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
+        return out if exact else _zero_past(out, offsets[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        rows, weight, offsets = ctx.saved_tensors
+        needs_rows, needs_weight = ctx.needs_input_grad[:2]
+        if grad.shape[0] == 0:
+            return rows.new_zeros(rows.shape), torch.zeros_like(weight), None, None
+        grad = grad.contiguous()  # an expanded gradient has strides that the kernel refuses
+        grad_rows = grad_weight = None
+        if needs_rows:
+            grad_rows = F.grouped_mm(grad, weight, offs=offsets)
+            grad_rows = grad_rows if ctx.exact else _zero_past(grad_rows, offsets[-1])
+        if needs_weight:
+            grad_weight = F.grouped_mm(grad.t(), rows, offs=offsets)
+        return grad_rows, grad_weight, None, None
+
+
+class _Loop(torch.autograd.Function):
+    """Writes each expert's weight gradient into one stack; indexing `weight[i]` under autograd would make a
+    gradient of the full stack for every expert."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.counts = counts
+        return _products(rows, weight.transpose(1, 2), counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_rows = _products(grad, weight, ctx.counts) if ctx.needs_input_grad[0] else None
+        grad_weight = _weight_gradient(grad, rows, weight, ctx.counts) if ctx.needs_input_grad[1] else None
+        return grad_rows, grad_weight, None
+
+
+def _products(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """[R, I], [e, I, O] -> [R, O]; zeros past the last expert's rows."""
+    out = rows.new_empty(rows.shape[0], weight.shape[2])
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            target = out[start : start + count]
+            _multiply(_aligned(rows[start : start + count]), _aligned(weight[expert]), target)
+        start += count
+    out[start:].zero_()
+    return out
+
+
+def _weight_gradient(grad: Tensor, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    stack = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            end = start + count
+            _multiply(_aligned(grad[start:end]).t(), _aligned(rows[start:end]), stack[expert])
+        else:
+            stack[expert].zero_()
+        start += count
+    return stack
+
+
+def _aligned(matrix: Tensor) -> Tensor:
+    return matrix.clone() if matrix.device.type == "cpu" and matrix.data_ptr() % _BLAS_BYTES else matrix
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    # which kernel BLAS takes, and with it the last bit, depends on the alignment of its operands
+    if out.device.type == "cpu" and out.data_ptr() % _BLAS_BYTES:
+        out.copy_(torch.mm(left, right))
+    else:
+        torch.mm(left, right, out=out)
