@@ -1,0 +1,138 @@
+"""Causal-LM losses that run a model on a batch: with full logits, and chunk by chunk."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from chunked_loss._chunk import cross_entropy_chunk
+from chunked_loss._full_logits import clm_cross_entropy_loss_sum
+from chunked_loss._head_call import call_in_head, find_head
+from chunked_loss._linear_cross_entropy import ChunkKernel, LossStats, head_loss
+
+Compile = Callable[[Callable], Callable]
+
+
+class Batch(Protocol):
+    """What a loss reads of a batch; `moe_core.plugins.Batch` is one."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, S] int64."""
+
+    @property
+    def labels(self) -> Tensor:
+        """[B, S] int64: labels[b, s] is the token after tokens[b, s]; ignored where `ignore_index`."""
+
+    @property
+    def document_ids(self) -> Tensor | None:
+        """[B, S] int64, or None."""
+
+
+class LossOutput(NamedTuple):
+    """What a loss makes of one microbatch. The trainer divides `sum` by the step's denominator."""
+
+    sum: Tensor
+    """[] fp32 with a graph: the sum over this rank's valid tokens, z-loss included."""
+    tokens: Tensor
+    """[] int64: how many valid tokens that are."""
+    parts: Mapping[str, Tensor]
+    """[] fp32, detached sums over the same tokens: `cross_entropy`, and what else was computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CLMCrossEntropyLoss:
+    """Cross entropy on the model's full logits: `loss(model, batch) -> LossOutput`.
+
+    The model is called as `model(tokens, document_ids=...)` and returns logits [B, S, V].
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    ignore_index: int = -100
+    shift: bool = False
+    """The labels are the tokens themselves: compare position s with label s + 1, and the last with nothing."""
+    core: Callable[..., Tensor] = clm_cross_entropy_loss_sum
+
+    def __call__(self, model: nn.Module, batch: Batch) -> LossOutput:
+        labels = _aligned(batch.labels, self.shift, self.ignore_index)
+        logits = model(batch.tokens, document_ids=batch.document_ids)
+        total = self.core(
+            logits,
+            labels,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+        )
+        tokens = (labels != self.ignore_index).sum()
+        name = "cross_entropy" if not self.z_loss else "cross_entropy_and_z_loss"
+        return LossOutput(total, tokens, {name: total.detach()})
+
+    def compiled(self, compile_: Compile) -> "CLMCrossEntropyLoss":
+        """This loss with its numeric core compiled."""
+        return replace(self, core=compile_(self.core))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedCLMCrossEntropyLoss:
+    """Cross entropy from the model's hidden states and its head module: `loss(model, batch) -> LossOutput`.
+
+    The model is called as `model(tokens, document_ids=..., return_hidden=True)` and returns the head's input
+    [B, S, D]. The head module is then called once, on every rank and for every batch, one whose labels are
+    all ignored included, so collectives of hooks on it are the same everywhere. If the head is its own
+    FSDP2 unit, that makes one all-gather per call and one reduce-scatter per synchronised backward, however
+    many chunks there are.
+    """
+
+    chunk_tokens: int = 512
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    ignore_index: int = -100
+    shift: bool = False
+    """The labels are the tokens themselves: compare position s with label s + 1, and the last with nothing."""
+    head: str = "lm_head"
+    """Name of the submodule with the weight [V, D]."""
+    core: ChunkKernel = cross_entropy_chunk
+
+    def __call__(self, model: nn.Module, batch: Batch) -> LossOutput:
+        head = find_head(model, self.head)
+        labels = _aligned(batch.labels, self.shift, self.ignore_index)
+        hidden = model(batch.tokens, document_ids=batch.document_ids, return_hidden=True)
+        stats: list[LossStats] = []
+
+        def inner(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            value, of_call = head_loss(
+                hidden,
+                weight,
+                labels,
+                bias=bias,
+                ignore_index=self.ignore_index,
+                reduction="sum",
+                chunk_tokens=self.chunk_tokens,
+                label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss,
+                softcap=self.softcap,
+                kernel=self.core,
+            )
+            stats.append(of_call)
+            return value
+
+        total = call_in_head(head, hidden, inner)
+        parts = {"cross_entropy": stats[0].cross_entropy, "correct": stats[0].correct.to(total.dtype)}
+        if self.z_loss:
+            parts["z_loss"] = stats[0].z_loss
+        return LossOutput(total, stats[0].tokens, parts)
+
+    def compiled(self, compile_: Compile) -> "ChunkedCLMCrossEntropyLoss":
+        """This loss with its numeric core compiled: what happens to one chunk of logits."""
+        return replace(self, core=compile_(self.core))
+
+
+def _aligned(labels: Tensor, shift: bool, ignore_index: int) -> Tensor:
+    if not shift:
+        return labels
+    nothing = torch.full_like(labels[:, :1], ignore_index)
+    return torch.cat([labels[:, 1:], nothing], dim=1)
