@@ -1,0 +1,191 @@
+"""The loader: layers, types without coercion, all problems at once, and a dump that loads again."""
+
+import sys
+import types
+from importlib.metadata import EntryPoint
+from typing import Literal
+
+import attrs
+import pytest
+from attrs import validators
+
+from moe_core.config import ConfigError, load_config, validate
+from moe_core.plugins import Component, Problem, Selected, component_field, hookimpl, load_registry
+from moe_core.plugins.kinds import TABLES
+
+
+@attrs.frozen
+class Inner:
+    width: int = 3
+
+
+@attrs.frozen
+class Everything:
+    count: int = attrs.field(default=1, validator=validators.ge(1))
+    rate: float = 0.5
+    flag: bool = False
+    word: str = "w"
+    choice: Literal["none", "full", "half"] = "full"
+    maybe: int | None = 4
+    several: tuple[int, ...] = (1, 2)
+    pair: tuple[float, float] = (0.9, 0.95)
+    nested: Inner = Inner()
+    wrapped: Selected | None = component_field("loss")
+
+
+@attrs.frozen
+class Empty:
+    pass
+
+
+@attrs.frozen
+class Needy:
+    must: int
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    module = types.ModuleType("plugin_for_config_tests")
+    module.Everything, module.Empty, module.Needy = Everything, Empty, Needy
+
+    def components():
+        empty = [
+            Component(kind, name, "plugin_for_config_tests:Empty", "x:y")
+            for kind, name in [*TABLES.items(), ("tracker", "console"), ("tracker", "jsonl")]
+        ]
+        full = [("mesh", "full"), ("loss", "full"), ("transform", "a"), ("transform", "b")]
+        needy = [Component("loss", "needy", "plugin_for_config_tests:Needy", "x:y")]
+        return (
+            empty + [Component(kind, name, "plugin_for_config_tests:Everything", "x:y") for kind, name in full] + needy
+        )
+
+    def check(config, world_size):
+        count = config["mesh"].config.count if config["mesh"].name == "full" else 1
+        return [] if world_size % count == 0 else [Problem("mesh.count", "must divide the ranks", count, "take 1")]
+
+    module.moe_components = hookimpl(components, specname="moe_components")
+    module.moe_validate = hookimpl(check, specname="moe_validate")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return load_registry([EntryPoint("tests", module.__name__, "moe_core")])
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="run.toml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def _problems(registry, paths=(), words=()):
+    with pytest.raises(ConfigError) as caught:
+        load_config(paths, words, registry=registry)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_later_files_and_words_win_and_arrays_replace_whole(registry, write):
+    first = write(
+        '[mesh]\ntype = "full"\ncount = 2\nword = "first"\n[[transform]]\ntype = "a"\n[[transform]]\ntype = "b"\n'
+    )
+    second = write('[mesh]\ncount = 3\n[[transform]]\ntype = "b"\ncount = 7\n', "second.toml")
+    config = load_config(
+        [first, second], ["mesh.rate=2", "transform.b.flag=true", "run.name=bare-word"], registry=registry
+    )
+    mesh = config["mesh"].config
+    assert (mesh.count, mesh.word, mesh.rate) == (3, "first", 2.0)
+    assert isinstance(mesh.rate, float)
+    assert [(t.name, t.config.count, t.config.flag) for t in config["transform"]] == [("b", 7, True)]
+    assert config.run.name == "bare-word"
+    assert config.run.output_dir == "runs/bare-word"
+
+
+def test_none_switches_an_optional_value_off_and_only_that(registry):
+    config = load_config(
+        (), ["mesh.type=full", "mesh.maybe=none", "mesh.choice=none", "mesh.word=none"], registry=registry
+    )
+    mesh = config["mesh"].config
+    assert (mesh.maybe, mesh.choice, mesh.word) == (None, "none", "none")
+    assert _problems(registry, (), ["mesh.type=full", "mesh.count=none"]) == [
+        "command line 'mesh.count=none': mesh.count = 'none': must be an integer, not a string"
+    ]
+
+
+def test_the_dump_loads_to_an_equal_config(registry, write):
+    words = ["mesh.type=full", "mesh.maybe=none", "mesh.several=[]", "mesh.pair=[1, 2.5]", "mesh.nested.width=9",
+             'mesh.word="with \\"quotes\\" and \\u00fc"', "mesh.wrapped.type=full", "mesh.wrapped.count=8", "run.threads=none",
+             'transform=[{type="b", rate=1e-7}, {type="a"}]']  # fmt: skip
+    config = load_config((), words, registry=registry)
+    again = load_config(write(config.to_toml()), registry=registry)
+    assert again == config
+    assert again.to_toml() == config.to_toml()
+    assert again["mesh"].config.wrapped.config.count == 8
+    assert again["transform"][0].config.rate == 1e-7
+
+
+@pytest.mark.parametrize(
+    ("word", "rule"),
+    [
+        ('mesh.flag="false"', "must be true or false, not a string"),
+        ("mesh.flag=1", "must be true or false, not an integer"),
+        ("mesh.count=7.9", "must be an integer, not a number"),
+        ('mesh.count="7"', "must be an integer, not a string"),
+        ("mesh.count=true", "must be an integer, not true or false"),
+        ("mesh.rate=true", "must be a number, not true or false"),
+        ("mesh.word=7", "must be a string, not an integer"),
+        ("mesh.count=0", "must be >= 1"),
+        ("mesh.choice=ful", "did you mean 'full'?"),
+        ("mesh.several=abc", "must be an array, not a string"),
+        ("mesh.several=[1, 2.5]", "must be an integer, not a number"),
+        ("mesh.pair=[1]", "must have 2 items, not 1"),
+        ("mesh.nested=3", "must be a table, not an integer"),
+        ("mesh.nested.widht=3", "did you mean 'width'?"),
+        ("mesh.wrapped.type=ful", "did you mean 'full'?"),
+        ("mesh.wrapped.count=1", "must name a loss component"),
+        ("mesch.count=1", "did you mean 'mesh'?"),
+        ("dispatcher.type=x", "it is a sub-table of the component that uses it"),
+        ("transform.a.count=2", "no single table of this array has the type 'a'"),
+        ("run.steps=-1", "must be >= 0"),
+        ("nonsense", 'is not "key.path=value"'),
+        ("loss.type=needy", "loss.must: is required"),
+    ],
+)
+def test_a_wrong_value_is_said_with_its_rule(registry, word, rule):
+    (problem,) = _problems(registry, (), ["mesh.type=full", 'transform=[{type="b"}]', word])
+    assert rule in problem
+    assert word.partition("=")[0].split(".")[0] in problem
+
+
+def test_all_problems_come_at_once_each_with_its_file(registry, write):
+    path = write(
+        '[mesh]\ntype = "full"\ncount = 0\ncuont = 3\n[loss]\ntype = "fulll"\n[[transform]]\ntype = "a"\nrate = "x"\n'
+    )
+    problems = _problems(registry, [path, "missing.toml"], ["run.steps=1.5"])
+    assert len(problems) == 6
+    for place in ("mesh.count = 0", "mesh.cuont", "loss.type = 'fulll'", "transform.a.rate = 'x'"):
+        assert any(problem.startswith(f"{path}: {place}") for problem in problems), place
+    assert any("missing.toml" in problem and "No such file" in problem for problem in problems)
+    assert any("run.steps=1.5" in problem for problem in problems)
+
+
+def test_a_file_that_is_not_toml_is_named(registry, write):
+    path = write("[mesh\n")
+    (problem,) = _problems(registry, path)
+    assert str(path) in problem
+    assert "is not TOML" in problem
+
+
+def test_rules_between_tables_are_asked_before_anything_starts(registry, write):
+    path = write('[mesh]\ntype = "full"\ncount = 3\n')
+    config = load_config(path, registry=registry)
+    validate(config, 6)
+    with pytest.raises(ConfigError, match="must divide the ranks") as caught:
+        validate(config, 4)
+    (problem,) = caught.value.problems
+    assert (problem.source, problem.value, problem.hint) == (str(path), 3, "take 1")
+
+
+def test_a_name_that_no_plugin_offers_lists_those_there_are(registry):
+    (problem,) = _problems(registry, (), ["loss.type=zzz"])
+    assert "chunked_clm_cross_entropy" in problem
