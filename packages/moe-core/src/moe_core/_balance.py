@@ -17,7 +17,9 @@ Reduction = Literal["mean", "sum"]
 
 
 @torch.no_grad()
-def update_router_bias(model: nn.Module, mesh_or_group: "DeviceMesh | ProcessGroup | None", rate: float = 1e-3) -> None:
+def update_router_bias(
+    model: nn.Module, mesh_or_group: "DeviceMesh | ProcessGroup | None", rate: float = 1e-3
+) -> dict[str, Tensor]:
     """Once per optimizer step: bias += rate * sign(mean load - load), and the counts start again at 0.
 
     The loads are those of all routers of `model` since the last call, summed over all ranks given: every
@@ -28,18 +30,23 @@ def update_router_bias(model: nn.Module, mesh_or_group: "DeviceMesh | ProcessGro
 
     Args:
         mesh_or_group: a process group, a `DeviceMesh` of any axes, or None for one process.
+
+    Returns:
+        By the name of each router in `model`, in its order: the summed loads, [E] int64.
     """
-    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    routers = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
     if not routers:
-        return
-    loads = torch.cat([router.tokens_per_expert for router in routers])
+        return {}
+    loads = torch.cat([router.tokens_per_expert for router in routers.values()])
     for group in _groups(mesh_or_group):
         dist.all_reduce(loads, group=group)
-    for router, load in zip(routers, loads.split([router.num_experts for router in routers]), strict=True):
+    by_router = loads.split([router.num_experts for router in routers.values()])
+    for router, load in zip(routers.values(), by_router, strict=True):
         if router.bias is not None:
             # integers: mean - load has the sign of sum - E * load
             router.bias += rate * (load.sum() - router.num_experts * load).sign()
         router.tokens_per_expert.zero_()
+    return dict(zip(routers, by_router, strict=True))
 
 
 def _groups(mesh_or_group: "DeviceMesh | ProcessGroup | None") -> "Iterator[ProcessGroup]":
