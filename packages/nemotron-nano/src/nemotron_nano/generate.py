@@ -1,0 +1,96 @@
+"""Text from a model, one token at a time, each at the cost of one token."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Generator, Tensor
+
+from nemotron_nano.model import LayerState, NemotronNano
+
+
+def generate(
+    model: NemotronNano,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Continue each row of `tokens` [B, S] int64: [B, S + max_new_tokens].
+
+    Args:
+        temperature: 0 takes the likeliest token; above it, tokens are drawn from softmax(logits / temperature).
+        top_p: draw only among the likeliest tokens that together have this probability (at least one).
+        generator: what draws, on the device of `tokens`; None: torch's global one.
+
+    Raises:
+        ValueError: rows of unequal length, no token to start from, or a setting out of range.
+    """
+    stream = generate_stream(model, tokens, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator)
+    return torch.cat([tokens, *(new.unsqueeze(1) for new in stream)], dim=1)
+
+
+def generate_stream(
+    model: NemotronNano,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    generator: Generator | None = None,
+) -> Iterator[Tensor]:
+    """As `generate`, but yields the new tokens [B] of each step as soon as they are known."""
+    _check(tokens, max_new_tokens, temperature, top_p)
+    return _steps(model, tokens, max_new_tokens, temperature, top_p, generator)
+
+
+def _steps(
+    model: NemotronNano,
+    tokens: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    generator: Generator | None,
+) -> Iterator[Tensor]:
+    cache = model.new_cache()
+    for _ in range(max_new_tokens):
+        logits = _next_logits(model, tokens, cache)
+        tokens = _choose(logits, temperature, top_p, generator).unsqueeze(1)
+        yield tokens.squeeze(1)
+
+
+@torch.no_grad()
+def _next_logits(model: NemotronNano, tokens: Tensor, cache: list[LayerState]) -> Tensor:
+    """The logits [B, V] after `tokens`, which the cache then holds too."""
+    was_training = model.training
+    model.eval()  # routers count no loads
+    try:
+        return model(tokens, cache=cache)[:, -1]
+    finally:
+        model.train(was_training)
+
+
+def _choose(logits: Tensor, temperature: float, top_p: float, generator: Generator | None) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    probabilities, order = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    before = probabilities.cumsum(-1) - probabilities
+    kept = probabilities.masked_fill(before >= top_p, 0.0)
+    kept[:, 0] = probabilities[:, 0]
+    return order.gather(1, torch.multinomial(kept, 1, generator=generator)).squeeze(1)
+
+
+def _check(tokens: Tensor, max_new_tokens: int, temperature: float, top_p: float) -> None:
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] == 0:
+        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(
+            f"tokens = {shape}: must be a tensor [B, S] of prompts of one length, at least 1; "
+            "generate from prompts of unequal length one by one"
+        )
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens = {max_new_tokens}: must not be negative")
+    if not temperature >= 0:
+        raise ValueError(f"temperature = {temperature}: must not be negative")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p = {top_p}: must be above 0 and at most 1")

@@ -1,0 +1,323 @@
+"""`NemotronNanoConfig`: the shape of a model, checked, from and to Hugging Face's `config.json`. No torch."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import attrs
+
+BLOCK_KINDS: Mapping[str, str] = {
+    "M": "linear_attention",
+    "E": "moe",
+    "*": "full_attention",
+    "-": "mlp",
+}
+"""A letter of the pattern, and what Hugging Face's `layers_block_type` calls it: Mamba-2, MoE, attention, MLP."""
+
+_OLDER_KIND_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+class Fault(NamedTuple):
+    """One thing wrong with a model config."""
+
+    key: str
+    value: object
+    rule: str
+
+
+class NemotronNanoConfigError(ValueError):
+    """A model config that no model can be built from; `faults` has every rule that it breaks."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        super().__init__("; ".join(f"{fault.key} = {fault.value!r}: {fault.rule}" for fault in faults))
+        self.faults = faults
+
+
+@attrs.frozen(kw_only=True)
+class NemotronNanoConfig:
+    """The shape of a Nemotron-Nano model: every layer is one mixer, and `pattern` says which.
+
+    Raises:
+        NemotronNanoConfigError: on values that do not go together; names all of them.
+    """
+
+    pattern: str
+    """One letter a layer: M Mamba-2, E mixture of experts, * attention, - dense MLP."""
+    vocab_size: int
+    hidden_size: int
+    """D, the width of the residual stream."""
+    norm_eps: float = 1e-5
+
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 2
+    """Each serves num_attention_heads / num_key_value_heads query heads."""
+    head_dim: int = 128
+
+    mamba_num_heads: int = 64
+    mamba_head_dim: int = 64
+    """The inner width is mamba_num_heads * mamba_head_dim; Hugging Face's `expand` plays no part."""
+    mamba_num_groups: int = 8
+    """Groups of Mamba heads that share B and C, and groups of channels of its gated norm."""
+    ssm_state_size: int = 128
+    conv_kernel: int = 4
+    chunk_size: int = 128
+    """Tokens in a chunk of the scan: speed and memory only, never the result."""
+    time_step_min: float = 1e-3
+    """With the next two, the range that `dt_bias` is drawn from. The forward pass never clamps dt."""
+    time_step_max: float = 0.1
+    time_step_floor: float = 1e-4
+
+    num_experts: int = 128
+    """E, in each MoE layer."""
+    top_k: int = 6
+    """K, experts per token."""
+    expert_hidden_size: int = 1856
+    """F, the width inside one expert."""
+    shared_expert_hidden_size: int = 3712
+    """The width inside the expert that every token passes through."""
+    routed_scaling_factor: float = 2.5
+    """What the sum of a token's expert weights comes to."""
+    normalize_top_k: bool = True
+    """Divide the chosen scores by their sum before scaling."""
+    router_num_groups: int = 1
+    """Groups of experts, of which a token uses `router_top_groups`."""
+    router_top_groups: int = 1
+    aux_loss_coefficient: float = 0.0
+    """Weight of the sequence balance loss; 0 leaves balancing to the router bias alone."""
+    z_loss_coefficient: float = 0.0
+    """Weight of the router's z-loss."""
+
+    mlp_hidden_size: int = 1856
+    """The width of a dense MLP layer (-)."""
+    initializer_range: float = 0.0173
+    """Standard deviation of the weights at the start."""
+    initializer: Literal["megatron", "hf"] = "megatron"
+    """Whose scheme draws the weights: see `nemotron_nano.initialization`."""
+
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    """What ends a text; several where any of them does."""
+    pad_token_id: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if faults := list(_faults(self)):
+            raise NemotronNanoConfigError(faults)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.pattern)
+
+    @property
+    def mamba_hidden_size(self) -> int:
+        """The inner width of a Mamba mixer."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """What Mamba's convolution runs over: u, B and C side by side."""
+        return self.mamba_hidden_size + 2 * self.mamba_num_groups * self.ssm_state_size
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "NemotronNanoConfig":
+        """The config that a `config.json` of Hugging Face's `nemotron_h` describes, in either spelling.
+
+        The layers are named by `hybrid_override_pattern` ("MEM*E", as on the hub) or by
+        `layers_block_type` (a list of names, as transformers 5 saves them).
+
+        Raises:
+            NemotronNanoConfigError: a key is missing, contradicts another, or asks for what this model does
+                not have (biases, latent experts, tied embeddings, ...).
+        """
+        faults = [*_missing(config), *_unsupported(config)]
+        if faults:
+            raise NemotronNanoConfigError(faults)
+        pattern = _pattern_of(config)
+        values: dict[str, Any] = {ours: config[theirs] for ours, theirs in _HF_NAMES.items() if theirs in config}
+        return cls(pattern=pattern, **{key: tuple(x) if isinstance(x, list) else x for key, x in values.items()})
+
+    def to_hf(self) -> dict[str, Any]:
+        """A `config.json` for this model, which Hugging Face's `NemotronHConfig` reads in every version."""
+        return {
+            "architectures": ["NemotronHForCausalLM"],
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": self.pattern,
+            "num_hidden_layers": self.num_layers,
+            **{
+                theirs: list(x) if isinstance(x := getattr(self, ours), tuple) else x
+                for ours, theirs in _HF_NAMES.items()
+            },
+            **{key: value for key, (value, _) in _FIXED_IN_HF.items()},
+            "expand": max(1, round(self.mamba_hidden_size / self.hidden_size)),
+            "max_position_embeddings": 262144,
+            "use_cache": True,
+        }
+
+
+_HF_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "norm_eps": "layer_norm_epsilon",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mamba_num_heads": "mamba_num_heads",
+    "mamba_head_dim": "mamba_head_dim",
+    "mamba_num_groups": "n_groups",
+    "ssm_state_size": "ssm_state_size",
+    "conv_kernel": "conv_kernel",
+    "chunk_size": "chunk_size",
+    "time_step_min": "time_step_min",
+    "time_step_max": "time_step_max",
+    "time_step_floor": "time_step_floor",
+    "num_experts": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_hidden_size": "moe_intermediate_size",
+    "shared_expert_hidden_size": "moe_shared_expert_intermediate_size",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "normalize_top_k": "norm_topk_prob",
+    "router_num_groups": "n_group",
+    "router_top_groups": "topk_group",
+    "mlp_hidden_size": "intermediate_size",
+    "initializer_range": "initializer_range",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "pad_token_id": "pad_token_id",
+}
+"""Our names, and Hugging Face's for the same value. (`n_groups` is Mamba's, `n_group` the router's.)"""
+
+_FIXED_IN_HF: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
+    "mamba_hidden_act": ("silu", ()),
+    "mlp_hidden_act": ("relu2", ()),
+    "use_bias": (False, ()),
+    "mlp_bias": (False, ()),
+    "attention_bias": (False, ()),
+    "mamba_proj_bias": (False, ()),
+    "use_conv_bias": (True, ()),
+    "tie_word_embeddings": (False, ()),
+    "n_shared_experts": (1, ()),
+    "moe_latent_size": (None, ()),
+    "sliding_window": (None, ()),
+    "attention_dropout": (0.0, ()),
+    "hidden_dropout": (0.0, ()),
+    "residual_in_fp32": (False, ()),
+    "num_nextn_predict_layers": (0, (None,)),
+}
+"""What Hugging Face's architecture could vary and this one does not: its value, and others that mean the same."""
+
+_NEEDED_FROM_HF = (
+    "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "mamba_num_heads",
+    "mamba_head_dim", "n_groups", "ssm_state_size", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)  # fmt: skip
+"""Sizes that differ from model to model, so that no default would be right."""
+
+
+def _missing(config: Mapping[str, Any]) -> Iterator[Fault]:
+    for key in _NEEDED_FROM_HF:
+        if key not in config:
+            yield Fault(key, None, "is missing from the Hugging Face config")
+
+
+def _unsupported(config: Mapping[str, Any]) -> Iterator[Fault]:
+    if config.get("model_type", "nemotron_h") != "nemotron_h":
+        yield Fault("model_type", config["model_type"], "must be 'nemotron_h'")
+    for key, (ours, same) in _FIXED_IN_HF.items():
+        if key in config and config[key] != ours and config[key] not in same:
+            yield Fault(key, config[key], f"this model only has {ours!r}")
+    low, high = config.get("time_step_limit") or (0.0, None)
+    if low != 0.0 or high not in (None, float("inf"), {"__float__": "Infinity"}, "Infinity"):
+        yield Fault("time_step_limit", config["time_step_limit"], "this model never clamps dt: must be [0, infinity]")
+
+
+def _pattern_of(config: Mapping[str, Any]) -> str:
+    letters = {name: letter for letter, name in BLOCK_KINDS.items()}
+    pattern = config.get("hybrid_override_pattern")
+    if kinds := config.get("layers_block_type") or config.get("layer_types"):
+        modern = [_OLDER_KIND_NAMES.get(kind, kind) for kind in kinds]
+        if unknown := sorted({kind for kind in modern if kind not in letters}):
+            rule = f"unknown kind of layer {unknown[0]!r}; known: {', '.join(letters)}"
+            raise NemotronNanoConfigError([Fault("layers_block_type", list(kinds), rule)])
+        spelled = "".join(letters[kind] for kind in modern)
+        if pattern not in (None, spelled):
+            rule = f"contradicts layers_block_type, which spells {spelled!r}"
+            raise NemotronNanoConfigError([Fault("hybrid_override_pattern", pattern, rule)])
+        pattern = spelled
+    if not pattern:
+        rule = "must name the layers, or layers_block_type must"
+        raise NemotronNanoConfigError([Fault("hybrid_override_pattern", pattern, rule)])
+    layers = config.get("num_hidden_layers", len(pattern))
+    if layers != len(pattern):
+        rule = f"the pattern {pattern!r} has {len(pattern)} layers"
+        raise NemotronNanoConfigError([Fault("num_hidden_layers", layers, rule)])
+    return pattern
+
+
+def _faults(config: NemotronNanoConfig) -> Iterator[Fault]:
+    """Every rule that the config breaks, most basic first; relations only between sizes that make sense."""
+    unknown = sorted(set(config.pattern) - set(BLOCK_KINDS))
+    if unknown or not config.pattern:
+        letters = ", ".join(f"{letter!r} {name}" for letter, name in BLOCK_KINDS.items())
+        what = f"unknown letter {unknown[0]!r}" if unknown else "must name at least one layer"
+        yield Fault("pattern", config.pattern, f"{what}; letters: {letters}")
+    basic = [*_not_positive(config), *_out_of_range(config)]
+    yield from basic
+    if not basic:
+        yield from _broken_relations(config)
+
+
+_POSITIVE = (
+    "vocab_size", "hidden_size", "norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "ssm_state_size", "conv_kernel", "chunk_size",
+    "time_step_min", "time_step_max", "time_step_floor", "num_experts", "top_k", "expert_hidden_size",
+    "shared_expert_hidden_size", "routed_scaling_factor", "router_num_groups", "router_top_groups",
+    "mlp_hidden_size", "initializer_range",
+)  # fmt: skip
+
+
+def _not_positive(config: NemotronNanoConfig) -> Iterator[Fault]:
+    for key in _POSITIVE:
+        value = getattr(config, key)
+        if not value > 0:
+            yield Fault(key, value, "must be above 0")
+
+
+def _out_of_range(config: NemotronNanoConfig) -> Iterator[Fault]:
+    for key in ("aux_loss_coefficient", "z_loss_coefficient"):
+        value = getattr(config, key)
+        if not value >= 0:
+            yield Fault(key, value, "must not be negative")
+    if config.initializer not in ("megatron", "hf"):
+        yield Fault("initializer", config.initializer, "must be 'megatron' or 'hf'")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config, key)
+        ids = value if isinstance(value, tuple) else () if value is None else (value,)
+        if not all(0 <= token < config.vocab_size for token in ids):
+            yield Fault(key, value, f"must be in the vocabulary of {config.vocab_size}")
+
+
+def _broken_relations(config: NemotronNanoConfig) -> Iterator[Fault]:
+    divides: Callable[[str, str], Iterator[Fault]] = lambda part, whole: _divides(config, part, whole)  # noqa: E731
+    if "*" in config.pattern:
+        yield from divides("num_key_value_heads", "num_attention_heads")
+    if "M" in config.pattern:
+        yield from divides("mamba_num_groups", "mamba_num_heads")
+        if config.time_step_min > config.time_step_max:
+            rule = f"must not be above time_step_max = {config.time_step_max}"
+            yield Fault("time_step_min", config.time_step_min, rule)
+    if "E" in config.pattern:
+        yield from _broken_expert_relations(config)
+
+
+def _broken_expert_relations(config: NemotronNanoConfig) -> Iterator[Fault]:
+    yield from _divides(config, "router_num_groups", "num_experts")
+    if config.router_top_groups > config.router_num_groups:
+        rule = f"must not be above router_num_groups = {config.router_num_groups}"
+        yield Fault("router_top_groups", config.router_top_groups, rule)
+    elif config.top_k * config.router_num_groups > config.num_experts * config.router_top_groups:
+        reachable = config.num_experts * config.router_top_groups // config.router_num_groups
+        yield Fault("top_k", config.top_k, f"a token can choose among {reachable} experts only")
+
+
+def _divides(config: NemotronNanoConfig, part: str, whole: str) -> Iterator[Fault]:
+    divisor, total = getattr(config, part), getattr(config, whole)
+    if total % divisor:
+        yield Fault(part, divisor, f"must divide {whole} = {total} (remainder {total % divisor})")
