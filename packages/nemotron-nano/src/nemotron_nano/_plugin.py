@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from moe_core.config import Config
 
 _HOMES = {
-    ("model", "nemotron_nano"): ("nemotron_nano.model_component", "ModelConfig", "build_model"),
+    ("model", "nemotron_nano"): ("nemotron_nano.model_component", "NemotronNanoModelConfig", "build_model"),
     ("optimizer", "adamw"): ("nemotron_nano.train.component", "AdamWConfig", "build_adamw"),
     ("scheduler", "warmup_cosine"): ("nemotron_nano.train.component", "WarmupCosineConfig", "build_warmup_cosine"),
     ("trainer", "pretrain"): ("nemotron_nano.train.component", "PretrainConfig", "build_pretrain"),
@@ -30,5 +30,8 @@ def moe_components() -> list[Component]:
 @hookimpl
 def moe_validate(config: "Config", world_size: int) -> list[Problem]:
     from nemotron_nano.data.component import validate_text
+    from nemotron_nano.model_component import NemotronNanoModelConfig, problems
 
-    return validate_text(config, world_size)
+    model = config["model"].config
+    found = problems(model) if isinstance(model, NemotronNanoModelConfig) else []
+    return found + validate_text(config, world_size)
