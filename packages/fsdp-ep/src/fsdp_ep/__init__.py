@@ -1,1 +1,29 @@
 """FSDP2 units, activation checkpointing and precision for a model whose experts live on another mesh."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_ep._checkpointing import apply_activation_checkpointing as apply_activation_checkpointing
+    from fsdp_ep._errors import ShardingError as ShardingError
+    from fsdp_ep._fully_shard import fully_shard_moe as fully_shard_moe
+    from fsdp_ep._gradients import set_requires_gradient_sync as set_requires_gradient_sync
+
+_HOME = {
+    "ShardingError": "fsdp_ep._errors",
+    "apply_activation_checkpointing": "fsdp_ep._checkpointing",
+    "fully_shard_moe": "fsdp_ep._fully_shard",
+    "set_requires_gradient_sync": "fsdp_ep._gradients",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

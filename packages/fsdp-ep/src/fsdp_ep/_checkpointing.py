@@ -1,0 +1,98 @@
+"""Activation checkpointing that recomputes blocks in backward, but never a decision.
+
+A recomputed router may break a near-tie the other way and train another model than the one whose loss was
+taken. So an operator whose result must be kept says so by a true attribute `must_save` on its
+`torch._ops.OpOverload`, e.g. `torch.ops.my_router.choose.default.must_save = True`, and every mode here saves
+it. Nothing else of the package that defines it has to be known.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fsdp_ep._errors import ShardingError
+from fsdp_ep._plan import find_blocks
+
+Mode = Literal["none", "full", "every_nth", "selective"]
+
+_MARK = "_fsdp_ep_checkpointed"
+
+_EXPENSIVE = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution"})
+_EXPENSIVE_PREFIXES = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_scaled_mm")
+_COMMUNICATION = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
+
+
+def apply_activation_checkpointing(
+    model: nn.Module, mode: Mode = "full", every: int = 1, *, blocks: Iterable[nn.Module] | None = None
+) -> nn.Module:
+    """Free activations inside blocks after forward, and compute them again in backward.
+
+    Wraps the `forward` of each chosen block in place, so modules, parameter names and state-dict keys stay as
+    they are. Comes before `fully_shard_moe`. Gradients are bit-identical to those without it, given
+    deterministic operators; the RNG state is restored for dropout.
+
+    Args:
+        model: changed in place; may be on the meta device.
+        mode: "none"; "full": every block; "every_nth": the first of every `every` blocks, in order;
+            "selective": every block, but results of matrix products, convolutions, attention kernels and
+            functional collectives are kept, the rest is recomputed.
+        every: with "every_nth", at least 1.
+        blocks: default: the children of the outermost `nn.ModuleList`s.
+
+    Returns:
+        The model.
+
+    Raises:
+        ShardingError: unknown mode, `every` below 1, no block, a block that is checkpointed already.
+
+    Source: Chen et al. 2016 (training with sublinear memory); selective by operation as in PyTorch and
+    TorchTitan.
+    """
+    if mode not in get_args(Mode):
+        raise ShardingError("mode", repr(mode), f"must be one of {', '.join(get_args(Mode))}", "'full' saves most")
+    if every < 1:
+        raise ShardingError("every", every, "must be at least 1", "every = 1 checkpoints every block")
+    if mode == "none":
+        return model
+    chosen = find_blocks(model) if blocks is None else list(blocks)
+    policy = _save_expensive if mode == "selective" else _save_marked
+    for block in chosen[:: every if mode == "every_nth" else 1]:
+        _checkpoint_forward(block, policy)
+    return model
+
+
+def _checkpoint_forward(block: nn.Module, policy: Callable[..., CheckpointPolicy]) -> None:
+    forward = block.forward
+    if hasattr(forward, _MARK):
+        rule = "is checkpointed already"
+        raise ShardingError("blocks", type(block).__name__, rule, "call apply_activation_checkpointing once")
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    setattr(checkpointed, _MARK, True)
+    # on the instance: a wrapper module would rename the parameters
+    block.forward = checkpointed
+
+
+def _save_marked(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if getattr(operator, "must_save", False):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _save_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operator.namespace in _COMMUNICATION:
+        return CheckpointPolicy.PREFER_SAVE
+    name = operator._schema.name.partition("::")[2]
+    if name in _EXPENSIVE or name.startswith(_EXPENSIVE_PREFIXES):
+        return CheckpointPolicy.PREFER_SAVE
+    return _save_marked(context, operator)

@@ -1,0 +1,128 @@
+"""`fully_shard_moe`: FSDP2 over a model whose expert stacks live on another mesh."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from fsdp_ep._errors import ShardingError
+from fsdp_ep._gradients import set_gradient_scale
+from fsdp_ep._plan import Plan, check_units, find_blocks, find_experts, find_head, find_islands
+from fsdp_ep._prefetch import set_prefetch
+
+
+def fully_shard_moe(
+    model: nn.Module,
+    *,
+    dp_mesh: DeviceMesh,
+    ep_mesh: DeviceMesh | None = None,
+    expert_dp_mesh: DeviceMesh | None = None,
+    blocks: Iterable[nn.Module] | None = None,
+    head: nn.Module | None = None,
+    embedding: nn.Module | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    separate_lm_head: bool = False,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> nn.Module:
+    """Shard `model` in place with FSDP2 so that a step equals one process on the global batch.
+
+    Units: each expert stack on `expert_dp_mesh`; all modules that must stay fp32 together (see below); each
+    block; the embedding; the head; and the model itself with the rest. Every gradient becomes the mean over
+    all data-parallel ranks, those of experts included, on every mesh and with gloo as with NCCL. The model
+    may be on the meta device; materialise it afterwards (`to_empty`, then initialise).
+
+    A module with a true attribute `keep_in_fp32` (a router, Mamba's decay rates) keeps its parameters fp32 in
+    storage and in use where the others are not. FSDP wants one dtype a unit, so all such modules form one
+    unit: two more collectives a step for the whole model. They have to return new tensors, not their
+    parameters themselves.
+
+    Args:
+        model: changed in place. Its forward has to run before anything else calls one of its units.
+        dp_mesh: all data-parallel ranks: 1-D (shard), or 2-D (replicate, shard) for HSDP.
+        ep_mesh: the 1-D mesh that expert stacks are `Shard(0)` DTensors on, which is how they are found. On
+            one rank there are none, and no unit is made for them.
+        expert_dp_mesh: the ranks that hold the same experts: `dp_mesh` without the ep axis; 1-D or 2-D alike.
+        blocks: modules that become a unit each; default: the children of the outermost `nn.ModuleList`s.
+        head: with `separate_lm_head`, the module that becomes a unit; default: Hugging Face's accessor, or
+            `model.lm_head`.
+        embedding: the module that becomes a unit; default: it stays with the root.
+        mp_policy: precision of all units; expert units do not cast their inputs (routing weights are fp32).
+        reshard_after_forward: free gathered parameters between forward and backward. The root and the head
+            are kept, because backward begins with them.
+        separate_lm_head: for a loss that calls the head itself, outside of the model's forward.
+        offload_policy: FSDP2's, for all units.
+        ignored_params: parameters to leave alone; the caller reduces their gradients.
+
+    Returns:
+        The model.
+
+    Raises:
+        ShardingError: meshes that do not fit together, no block, no expert stack on `ep_mesh`, an ep rank
+            without an expert, a tied weight in two units.
+
+    Source: FSDP2 (PyTorch); expert stacks on their own mesh as in TorchTitan.
+    """
+    policy = mp_policy or MixedPrecisionPolicy()
+    plan = Plan(
+        experts=find_experts(model, ep_mesh),
+        islands=find_islands(model, policy.param_dtype),
+        blocks=find_blocks(model) if blocks is None else list(blocks),
+        embedding=embedding,
+        head=(head or find_head(model)) if separate_lm_head else None,
+    )
+    check_units(model, plan.units(), ignored_params or ())
+    shared = {"offload_policy": offload_policy or OffloadPolicy(), "ignored_params": ignored_params}
+    if plan.experts:
+        assert ep_mesh is not None
+        _check_meshes(dp_mesh, ep_mesh, expert_dp_mesh)
+        assert expert_dp_mesh is not None
+        experts_policy = _without_casts(policy, policy.param_dtype)
+        for module in plan.experts:
+            _unit(module, expert_dp_mesh, dp_mesh.size(), experts_policy, reshard_after_forward, shared)
+    if plan.islands:
+        # gathered once and kept: it is small, and its modules run all through the model
+        _unit(plan.islands, dp_mesh, dp_mesh.size(), _without_casts(policy, None), False, shared)
+    for module in [*plan.blocks, *([plan.embedding] if plan.embedding is not None else [])]:
+        _unit(module, dp_mesh, dp_mesh.size(), policy, reshard_after_forward, shared)
+    if plan.head is not None:
+        _unit(plan.head, dp_mesh, dp_mesh.size(), policy, False, shared)
+    _unit(model, dp_mesh, dp_mesh.size(), policy, None if reshard_after_forward else False, shared)
+    set_prefetch(plan)
+    return model
+
+
+def _unit(
+    modules: nn.Module | Sequence[nn.Module],
+    mesh: DeviceMesh,
+    dp_size: int,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | None,
+    shared: dict[str, Any],
+) -> None:
+    wrapped: Any = list(modules) if isinstance(modules, Sequence) else modules
+    fully_shard(wrapped, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, **shared)
+    first = wrapped[0] if isinstance(wrapped, list) else wrapped
+    set_gradient_scale(cast(FSDPModule, first), mesh, dp_size)
+
+
+def _without_casts(policy: MixedPrecisionPolicy, param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=policy.reduce_dtype, output_dtype=None, cast_forward_inputs=False
+    )
+
+
+def _check_meshes(dp_mesh: DeviceMesh, ep_mesh: DeviceMesh, expert_dp_mesh: DeviceMesh | None) -> None:
+    if expert_dp_mesh is None:
+        rule = f"is needed with an ep_mesh of {ep_mesh.size()} ranks"
+        raise ShardingError("expert_dp_mesh", None, rule, "pass the ranks that hold the same experts")
+    if expert_dp_mesh.ndim != dp_mesh.ndim:
+        rule = f"must have as many axes as dp_mesh, {dp_mesh.ndim}"
+        raise ShardingError("expert_dp_mesh.ndim", expert_dp_mesh.ndim, rule, "both (shard) or both (replicate, shard)")
+    if expert_dp_mesh.size() * ep_mesh.size() != dp_mesh.size():
+        rule = f"times the {ep_mesh.size()} ranks of ep_mesh must be the {dp_mesh.size()} ranks of dp_mesh"
+        raise ShardingError("expert_dp_mesh.size()", expert_dp_mesh.size(), rule, "carve ep out of the shard axis")

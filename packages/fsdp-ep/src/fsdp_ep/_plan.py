@@ -1,0 +1,192 @@
+"""Which modules become FSDP units: found by structure and by mesh, never by name."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_ep._errors import ShardingError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The units of a model, innermost kinds first. What is in none of them is the root's."""
+
+    experts: list[nn.Module]
+    islands: list[nn.Module]
+    """Modules that form one unit together."""
+    blocks: list[nn.Module]
+    embedding: nn.Module | None
+    head: nn.Module | None
+
+    def units(self) -> list[list[nn.Module]]:
+        """Every unit but the root as its list of modules."""
+        single = [*self.experts, *self.blocks, self.embedding, self.head]
+        units = [[module] for module in single if module is not None]
+        return [*units, self.islands] if self.islands else units
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The children of the outermost ModuleLists of `model`, in order.
+
+    Raises:
+        ShardingError: there is no ModuleList.
+    """
+
+    def outermost(module: nn.Module) -> Iterator[nn.ModuleList]:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                yield child
+            else:
+                yield from outermost(child)
+
+    blocks = [block for layers in outermost(model) for block in layers]
+    if not blocks:
+        rule = f"no block found: {type(model).__name__} has no nn.ModuleList with children"
+        raise ShardingError("blocks", None, rule, "pass blocks=[...], the modules that become FSDP units")
+    return blocks
+
+
+def find_experts(model: nn.Module, ep_mesh: DeviceMesh | None) -> list[nn.Module]:
+    """The modules that own expert stacks: parameters that are DTensors on `ep_mesh`.
+
+    None on a 1-rank mesh, where expert parallelism changes nothing.
+
+    Raises:
+        ShardingError: no such parameter; a stack that leaves a rank without an expert; a module that owns
+            other parameters besides.
+    """
+    if ep_mesh is None or ep_mesh.size() == 1:
+        return []
+    owners = [
+        (name, module)
+        for name, module in model.named_modules()
+        if any(_is_on(parameter, ep_mesh) for parameter in module.parameters(recurse=False))
+    ]
+    if not owners:
+        rule = f"no parameter is a DTensor on this mesh of {ep_mesh.size()} ranks"
+        raise ShardingError("ep_mesh", tuple(ep_mesh.mesh_dim_names or ()), rule, "shard the experts over it first")
+    for name, module in owners:
+        for parameter_name, parameter in module.named_parameters():
+            _check_stack(f"{name}.{parameter_name}", parameter, ep_mesh)
+    return [module for _, module in owners]
+
+
+def _is_on(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh == mesh
+
+
+def _check_stack(name: str, parameter: nn.Parameter, ep_mesh: DeviceMesh) -> None:
+    if not _is_on(parameter, ep_mesh):
+        rule = "stands in one module with expert stacks, but is not sharded over ep_mesh"
+        hint = "move it into a module of its own: one FSDP unit has one mesh"
+        raise ShardingError("parameter", name, rule, hint)
+    assert isinstance(parameter, DTensor)
+    (placement,) = parameter.placements
+    if not placement.is_shard(0):
+        raise ShardingError("parameter", name, f"has the placement {placement} on ep_mesh", "use Shard(0)")
+    num_experts, ep = parameter.shape[0], ep_mesh.size()
+    per_rank = -(-num_experts // ep)
+    if (used := -(-num_experts // per_rank)) < ep:
+        rule = f"{num_experts} experts on {ep} ranks, {per_rank} each, leave {ep - used} without any"
+        raise ShardingError("parameter", name, rule, f"use an ep degree of at most {num_experts} that divides better")
+
+
+def find_islands(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.Module]:
+    """The outermost modules with `keep_in_fp32 = True` and parameters, if the rest is computed in another dtype.
+
+    Args:
+        param_dtype: what FSDP casts parameters to; None: it leaves them as they are stored.
+
+    Raises:
+        ShardingError: a parameter in such a module is not stored in fp32.
+    """
+    islands = list(_outermost_islands(model))
+    inside = {id(parameter) for island in islands for parameter in island.parameters()}
+    stored = {parameter.dtype for parameter in model.parameters() if id(parameter) not in inside}
+    computed = stored if param_dtype is None else {param_dtype}
+    if computed <= {torch.float32}:
+        return []
+    for island in islands:
+        for name, parameter in island.named_parameters():
+            if parameter.dtype != torch.float32:
+                rule = f"is {parameter.dtype} in a {type(island).__name__} with keep_in_fp32 = True"
+                raise ShardingError("parameter", name, rule, "create it in float32, and cast the others alone")
+    return islands
+
+
+def _outermost_islands(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if getattr(child, "keep_in_fp32", False):
+            if any(True for _ in child.parameters()):
+                yield child
+        else:
+            yield from _outermost_islands(child)
+
+
+def find_head(model: nn.Module) -> nn.Module:
+    """The head by Hugging Face's accessor, or the attribute `lm_head`.
+
+    Raises:
+        ShardingError: neither is there.
+    """
+    head = _accessor(model, "get_output_embeddings") or getattr(model, "lm_head", None)
+    if isinstance(head, nn.Module):
+        return head
+    rule = f"{type(model).__name__} has neither get_output_embeddings() nor an attribute lm_head"
+    raise ShardingError("separate_lm_head", True, rule, "pass head=...")
+
+
+def find_embedding(model: nn.Module, blocks: Iterable[nn.Module]) -> nn.Module | None:
+    """The one `nn.Embedding` outside of the blocks; None if there is none, more than one, or a tied one."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    found = [m for m in model.modules() if isinstance(m, nn.Embedding) and id(m) not in inside]
+    if len(found) != 1:
+        return None
+    names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is found[0].weight]
+    return found[0] if len(names) == 1 else None
+
+
+def _accessor(model: nn.Module, name: str) -> object:
+    method = getattr(model, name, None)
+    return method() if callable(method) else None
+
+
+def check_units(model: nn.Module, units: Sequence[Sequence[nn.Module]], ignored: Iterable[nn.Parameter]) -> None:
+    """Every unit lies inside `model`, and no parameter belongs to two.
+
+    Raises:
+        ShardingError: a module is not part of the model, or units share a parameter (tied weights would
+            become two, each with a gradient of its own).
+    """
+    unit_of = {id(module): index for index, modules in enumerate(units) for module in modules}
+    missing = set(unit_of) - {id(module) for module in model.modules()}
+    for modules in units:
+        for module in modules:
+            if id(module) in missing:
+                rule = "is not a module of the model"
+                raise ShardingError("units", type(module).__name__, rule, "pass modules that model.modules() has")
+    skipped = {id(parameter) for parameter in ignored}
+    owners: dict[int, tuple[int | None, str]] = {}
+    for name, parameter, unit in _owned(model, unit_of, None, ""):
+        if id(parameter) in skipped:
+            continue
+        first_unit, first_name = owners.setdefault(id(parameter), (unit, name))
+        if first_unit != unit:
+            rule = f"is the same parameter as {first_name}, and the two would be in different FSDP units"
+            hint = "keep tied weights in one unit: without separate_lm_head and embedding both stay with the root"
+            raise ShardingError("parameter", name, rule, hint)
+
+
+def _owned(
+    module: nn.Module, unit_of: dict[int, int], unit: int | None, prefix: str
+) -> Iterator[tuple[str, nn.Parameter, int | None]]:
+    """Each parameter under each of its names, with the innermost unit around it (None: the root)."""
+    unit = unit_of.get(id(module), unit)
+    for name, parameter in module.named_parameters(recurse=False):
+        yield prefix + name, parameter, unit
+    for name, child in module.named_children():
+        yield from _owned(child, unit_of, unit, f"{prefix}{name}.")

@@ -1,0 +1,37 @@
+"""What is gathered ahead: a block and its experts are two units, and FSDP foresees only one."""
+
+import itertools
+from typing import cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_ep._plan import Plan
+
+
+def set_prefetch(plan: Plan) -> None:
+    """Let each block gather the next one together with its experts, in forward and in backward.
+
+    Only where there are expert units. Their dispatch waits for a transfer to the host, so the host cannot run
+    ahead and issue the next gather early, as FSDP counts on.
+
+    Source: TorchTitan sets the same by hand for its models.
+    """
+    if not plan.experts:
+        return
+    experts = {id(module) for module in plan.experts}
+    groups = [
+        cast(list[FSDPModule], [block, *(m for m in block.modules() if m is not block and id(m) in experts)])
+        for block in plan.blocks
+    ]
+    # the embedding starts forward and ends backward; the head starts backward
+    forward = [*_alone(plan.embedding), *groups]
+    backward = [*_alone(plan.head), *reversed(groups), *_alone(plan.embedding)]
+    for here, ahead in itertools.pairwise(forward):
+        here[0].set_modules_to_forward_prefetch(ahead)
+    for here, ahead in itertools.pairwise(backward):
+        here[0].set_modules_to_backward_prefetch(ahead)
+
+
+def _alone(module: nn.Module | None) -> list[list[FSDPModule]]:
+    return [] if module is None else [[cast(FSDPModule, module)]]
