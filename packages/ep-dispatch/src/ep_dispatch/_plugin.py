@@ -1,8 +1,87 @@
 """The components that ep-dispatch registers with the plugin host."""
 
-from moe_core.plugins import Component, hookimpl
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+
+from moe_core.plugins import Component, Problem, Selected, component_field, hookimpl
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from moe_core.config import Config
+    from moe_core.plugins import Run
+    from moe_core.plugins.kinds import Dispatcher
+
+
+@attrs.frozen
+class LocalConfig:
+    """All experts on every rank."""
+
+
+@attrs.frozen
+class AllToAllConfig:
+    """Tokens travel to their experts' ranks and back."""
+
+    dedup: Literal["auto", "never"] = "auto"
+    """Whether a token goes once to a rank with several of its experts; both send it once for each."""
+    check_splits: bool = False
+    """Compare the ranks' splits before rows are sent; costs a collective and a host sync per layer."""
+
+
+@attrs.frozen
+class ExpertParallelizedConfig:
+    """Splits the experts over the axis `ep` of the mesh; nothing changes where that is 1."""
+
+    dispatcher: Selected | None = component_field("dispatcher")
+    """How tokens travel. Left out: all_to_all."""
+
+
+def build_local(config: LocalConfig, run: "Run") -> "Dispatcher":
+    from ep_dispatch._local import LocalDispatcher
+
+    return LocalDispatcher()
+
+
+def build_all_to_all(config: AllToAllConfig, run: "Run") -> "Dispatcher":
+    from ep_dispatch._all_to_all import AllToAllDispatcher
+
+    return AllToAllDispatcher(run.sub_mesh("ep"), dedup=config.dedup, check_splits=config.check_splits)
+
+
+def expert_parallelized(config: ExpertParallelizedConfig, run: "Run") -> "nn.Module":
+    from ep_dispatch._shard import shard_experts
+
+    dispatcher = None if config.dispatcher is None else config.dispatcher.build(run)
+    return shard_experts(run.model, run.sub_mesh("ep"), dispatcher=dispatcher)
 
 
 @hookimpl
 def moe_components() -> list[Component]:
-    return []
+    here = "ep_dispatch._plugin"
+    return [
+        Component(
+            "transform", "expert_parallelized", f"{here}:ExpertParallelizedConfig", f"{here}:expert_parallelized"
+        ),
+        Component("dispatcher", "local", f"{here}:LocalConfig", f"{here}:build_local"),
+        Component("dispatcher", "all_to_all", f"{here}:AllToAllConfig", f"{here}:build_all_to_all"),
+    ]
+
+
+@hookimpl
+def moe_validate(config: "Config", world_size: int) -> list[Problem]:
+    """Experts that are split need a dispatcher that travels, and the transform that splits them."""
+    degree: Any = getattr(config["mesh"].config, "ep", 1)
+    transforms = {selected.name: selected.config for selected in config["transform"]}
+    problems = []
+    chosen = getattr(transforms.get("expert_parallelized"), "dispatcher", None)
+    if degree > 1 and chosen is not None and chosen.name == "local":
+        problems.append(
+            Problem(
+                key="transform.expert_parallelized.dispatcher.type",
+                value="local",
+                rule=f"must bring tokens to other ranks where mesh.ep = {degree}",
+                hint='use "all_to_all", or leave it out',
+            )
+        )
+    return problems

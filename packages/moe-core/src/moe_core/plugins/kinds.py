@@ -85,11 +85,18 @@ class Model(Protocol):
 class Dispatched(Protocol):
     """Tokens on their way to their experts; complete after `wait()`."""
 
-    rows: "Tensor"
-    """[R, D], grouped by local expert."""
-    tokens_per_expert: "Tensor"
-    """[e] int64, on the device of `rows`."""
-    handle: Any
+    @property
+    def rows(self) -> "Tensor":
+        """[R, D], grouped by local expert; what lies past the last expert's rows belongs to none."""
+        ...
+
+    @property
+    def tokens_per_expert(self) -> "Tensor":
+        """[e] int64, on the device of `rows`."""
+        ...
+
+    @property
+    def handle(self) -> Any: ...
 
     def wait(self) -> "Dispatched": ...
 

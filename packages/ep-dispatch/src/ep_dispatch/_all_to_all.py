@@ -1,0 +1,182 @@
+"""The dispatcher that sends tokens to the ranks which hold their experts."""
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ep_dispatch._exchange import Finish, Flight, Splits, Start, start, to_host, wait
+from ep_dispatch._permute import (
+    Gather,
+    HomeOrder,
+    Permute,
+    WeightedSum,
+    build_permute_indices,
+    inverse_permutation,
+    sort_by_expert,
+)
+from ep_dispatch._split import chunk_size, owned_experts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class SplitMismatchError(ValueError):
+    """Ranks disagree on what they exchange."""
+
+
+class AllToAllHandle(NamedTuple):
+    """What `combine` needs to bring the rows home, and what was counted on the way."""
+
+    order: HomeOrder
+    by_expert: Tensor
+    """[R] int64: rows by expert = rows by sender, indexed by this."""
+    by_sender: Tensor
+    """[R] int64: its inverse."""
+    splits: Splits
+    tokens_per_expert: Tensor
+    """[e] int64: rows received for each expert of this rank."""
+    local_tokens_per_expert: Tensor
+    """[E] int64: rows that this rank sent to each expert of the layer."""
+
+
+class AllToAllDispatched:
+    """Rows on their way; `rows` may be read after `wait()`.
+
+    Attributes:
+        tokens_per_expert: [e] int64 on the rows' device; host_tokens_per_expert: the same on the host.
+        exact: there are no rows past the last expert's.
+    """
+
+    exact = True
+
+    def __init__(self, pending: Tensor, flight: Flight, handle: AllToAllHandle, host_tokens_per_expert: Tensor) -> None:
+        self._pending: Tensor | None = pending
+        self._flight = flight
+        self._rows: Tensor | None = None
+        self.handle = handle
+        self.tokens_per_expert = handle.tokens_per_expert
+        self.host_tokens_per_expert = host_tokens_per_expert
+
+    @property
+    def rows(self) -> Tensor:
+        """[R, D], grouped by expert and source rank."""
+        if self._rows is None:
+            raise RuntimeError("the rows are still on their way: call wait() first")
+        return self._rows
+
+    def wait(self) -> "AllToAllDispatched":
+        if self._pending is not None:
+            arrived = Finish.apply(self._pending, self._flight)
+            self._rows = Permute.apply(arrived, self.handle.by_expert, self.handle.by_sender)
+            self._pending = None
+        return self
+
+
+class AllToAllDispatcher:
+    """Tokens to their experts' ranks and back, by all-to-alls on the expert-parallel axis.
+
+    Experts are held as `torch.chunk` splits them. A dispatch costs every rank the same collectives, whatever its
+    tokens: an all-to-all of counts, one of rows, and one of rows on the way back; backward costs two of rows. It
+    waits for the device once, to learn how many rows go where. Results equal those of one process on the ranks'
+    tokens in rank order, bit for bit.
+    """
+
+    def __init__(
+        self,
+        ep_mesh: "DeviceMesh",
+        *,
+        dedup: Literal["auto", "never"] = "auto",
+        exact: bool = True,
+        check_splits: bool = False,
+    ) -> None:
+        """
+        Args:
+            ep_mesh: 1-D mesh of the ranks that share the experts.
+            dedup: whether a token goes once to a rank that holds several of its experts. "auto" and "never" both
+                send it once for each expert.
+            exact: buffers of just the rows that are there. False (buffers of a fixed size) is not available.
+            check_splits: compare the ranks' splits before rows are sent, and say which ranks disagree instead of
+                hanging; costs a collective and a host sync for each dispatch.
+
+        Raises:
+            ValueError: the mesh is not 1-D, or an option is not available.
+        """
+        if ep_mesh.ndim != 1:
+            raise ValueError(f"ep_mesh has {ep_mesh.ndim} axes: must be the 1-D expert-parallel axis of the mesh")
+        if dedup not in ("auto", "never"):
+            raise ValueError(
+                f'dedup = {dedup!r}: must be "auto" or "never"; sending a token once per rank is not built'
+            )
+        if not exact:
+            raise ValueError("exact = False: must be True; buffers of a fixed size are not built")
+        self.ep_mesh, self.check_splits = ep_mesh, check_splits
+
+    def dispatch(self, hidden: Tensor, expert_ids: Tensor, num_experts: int) -> AllToAllDispatched:
+        """[T, D], [T, K] int64 in 0..E (E sends nothing) -> the rows of this rank's experts, from all ranks."""
+        place, row, sent_counts = sort_by_expert(expert_ids, num_experts)
+        received_counts, splits, host_counts = self._exchange_counts(sent_counts, num_experts)
+        if self.check_splits:
+            _check(splits, hidden, num_experts)
+        order = _home_order(expert_ids, place, row, sum(splits.sent), num_experts)
+        flight = Flight(splits)
+        pending = Start.apply(Gather.apply(hidden, order), flight)
+        by_expert = build_permute_indices(received_counts, sum(splits.received))
+        handle = AllToAllHandle(
+            order,
+            by_expert,
+            inverse_permutation(by_expert),
+            splits,
+            tokens_per_expert=received_counts.sum(0),
+            local_tokens_per_expert=sent_counts,
+        )
+        return AllToAllDispatched(pending, flight, handle, host_counts)
+
+    def combine(self, rows: Tensor, expert_weights: Tensor, handle: AllToAllHandle) -> Tensor:
+        """[R, D], [T, K] -> [T, D] in the rows' dtype; weights applied at home, sums in fp32 over K in order."""
+        flight = Flight(handle.splits.reversed())
+        pending = Start.apply(Permute.apply(rows, handle.by_sender, handle.by_expert), flight)
+        return WeightedSum.apply(Finish.apply(pending, flight), expert_weights, handle.order)
+
+    def _exchange_counts(self, sent: Tensor, num_experts: int) -> tuple[Tensor, Splits, Tensor]:
+        """[E] -> rows received by (source rank, local expert) [ep, e]; the splits; the sum [e] on the host."""
+        degree, group = self.ep_mesh.size(), self.ep_mesh.get_group()
+        size = chunk_size(num_experts, degree)
+        local = len(owned_experts(num_experts, size, self.ep_mesh.get_local_rank()))
+        # the last ranks may hold fewer experts than the others: zeros make all chunks alike
+        by_rank = F.pad(sent, (0, degree * size - num_experts))
+        even = [size] * degree
+        received = wait(start(by_rank, Splits(even, even, group))).view(degree, size)
+        host = to_host(torch.cat([by_rank.view(degree, size).sum(1), received.flatten()]))
+        host_received = host[degree:].view(degree, size)
+        splits = Splits(host[:degree].tolist(), host_received.sum(1).tolist(), group)
+        return received[:, :local], splits, host_received.sum(0)[:local]
+
+
+def _home_order(expert_ids: Tensor, place: Tensor, row: Tensor, num_rows: int, num_experts: int) -> HomeOrder:
+    choices = expert_ids.shape[1]
+    if num_rows == place.shape[0]:
+        return HomeOrder(place // choices, place, row, None)
+    place = place[:num_rows]
+    return HomeOrder(place // choices, place, row.clamp(max=max(num_rows - 1, 0)), expert_ids != num_experts)
+
+
+def _check(splits: Splits, hidden: Tensor, num_experts: int) -> None:
+    """All ranks learn what each of them sends and expects; a disagreement raises on all of them."""
+    degree = len(splits.sent)
+    dtype_size = hidden.element_size()
+    mine = torch.tensor([*splits.sent, *splits.received, hidden.shape[1], dtype_size, num_experts])
+    everyone = mine.new_empty(degree, len(mine), device=hidden.device)
+    dist.all_gather_into_tensor(everyone, mine.to(hidden.device), group=splits.group)
+    table = everyone.cpu()
+    sent, received, others = table[:, :degree], table[:, degree : 2 * degree], table[:, 2 * degree :]
+    for name, column in zip(("width D", "bytes per element", "num_experts"), others.t().tolist(), strict=True):
+        if len(set(column)) > 1:
+            raise SplitMismatchError(f"{name} differs over the expert-parallel ranks 0..{degree - 1}: {column}")
+    for source, target in (sent != received.t()).nonzero().tolist():
+        raise SplitMismatchError(
+            f"expert-parallel rank {source} sends {int(sent[source, target])} rows to rank {target}, which expects "
+            f"{int(received[target, source])}"
+        )
