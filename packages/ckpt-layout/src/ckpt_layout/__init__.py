@@ -1,1 +1,47 @@
 """Who holds which expert; Hugging Face to native and back; checkpoints that outlive a change of layout."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt_layout._errors import LayoutError as LayoutError
+    from ckpt_layout._errors import PeerError as PeerError
+    from ckpt_layout._errors import ReplicaMismatchError as ReplicaMismatchError
+    from ckpt_layout._families import Family as Family
+    from ckpt_layout._families import Rule as Rule
+    from ckpt_layout._families import families as families
+    from ckpt_layout._hf_load import load_hf as load_hf
+    from ckpt_layout._hf_save import save_hf as save_hf
+    from ckpt_layout._ranges import chunk_range as chunk_range
+    from ckpt_layout._ranges import get_sharded_expert_range as get_sharded_expert_range
+    from ckpt_layout._region import expert_range as expert_range
+    from ckpt_layout._region import split_experts as split_experts
+    from ckpt_layout._replicated import assert_replicated as assert_replicated
+
+_HOME = {
+    "Family": "ckpt_layout._families",
+    "LayoutError": "ckpt_layout._errors",
+    "PeerError": "ckpt_layout._errors",
+    "ReplicaMismatchError": "ckpt_layout._errors",
+    "Rule": "ckpt_layout._families",
+    "assert_replicated": "ckpt_layout._replicated",
+    "chunk_range": "ckpt_layout._ranges",
+    "expert_range": "ckpt_layout._region",
+    "families": "ckpt_layout._families",
+    "get_sharded_expert_range": "ckpt_layout._ranges",
+    "load_hf": "ckpt_layout._hf_load",
+    "save_hf": "ckpt_layout._hf_save",
+    "split_experts": "ckpt_layout._region",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,88 @@
+"""Ranges against `torch.chunk`, and regions against data that was really split."""
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ckpt_layout import chunk_range, get_sharded_expert_range
+from ckpt_layout._ranges import runs_length
+from ckpt_layout._region import held_region
+
+
+@pytest.mark.parametrize("of", [chunk_range, get_sharded_expert_range])
+def test_every_size_and_number_of_parts_splits_like_torch_chunk(of):
+    for size in range(131):
+        for parts in range(1, 33):
+            chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(parts)] if size else []
+            chunks += [[]] * (parts - len(chunks))
+            assert [list(of(size, parts, index)) for index in range(parts)] == chunks
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "sizes"),
+    [
+        (5, 4, [2, 2, 1, 0]),
+        (10, 4, [3, 3, 3, 1]),
+        (60, 8, [8] * 7 + [4]),
+        (64, 24, [3] * 21 + [1, 0, 0]),
+        (128, 12, [11] * 11 + [7]),
+    ],
+)
+def test_known_sizes(experts, ranks, sizes):
+    assert [len(get_sharded_expert_range(experts, ranks, rank)) for rank in range(ranks)] == sizes
+
+
+def test_an_empty_range_stands_at_the_end():
+    assert get_sharded_expert_range(5, 4, 3) == range(5, 5)
+    assert get_sharded_expert_range(3, 4, 3).start == 3
+
+
+@pytest.mark.parametrize("arguments", [(-1, 2, 0), (4, 0, 0), (4, 2, 2), (4, 2, -1)])
+@pytest.mark.parametrize("of", [chunk_range, get_sharded_expert_range])
+def test_arguments_out_of_range_are_refused(of, arguments):
+    with pytest.raises(ValueError, match="must be"):
+        of(*arguments)
+
+
+def parts(values, count):
+    chunks = list(values.chunk(count)) if values.numel() else []
+    return chunks + [values[:0]] * (count - len(chunks))
+
+
+def indices(runs):
+    return [index for run in runs for index in run]
+
+
+def test_fsdp_over_an_expert_parallel_stack_is_named_by_content():
+    placements = (_StridedShard(0, split_factor=1), Shard(0))
+    for ep in (1, 2, 3, 4):
+        placements = (_StridedShard(0, split_factor=ep), Shard(0))
+        for fsdp in (1, 2, 3, 4):
+            for experts in range(1, 34):
+                owned = parts(torch.arange(experts), ep)
+                for i in range(fsdp):
+                    for j in range(ep):
+                        held = parts(owned[j], fsdp)[i].tolist()
+                        region = held_region((experts, 7), (fsdp, ep), (i, j), placements)
+                        assert indices(region[0]) == held
+                        assert indices(region[1]) == list(range(7))
+
+
+def test_every_index_is_held_once_for_any_nesting():
+    shape, mesh = (11, 6), (2, 3, 2)
+    for placements, copies in (
+        ((Shard(0), Shard(0), Shard(0)), 1),
+        ((Replicate(), Shard(0), Shard(1)), 2),
+        ((Replicate(), _StridedShard(0, split_factor=2), Shard(0)), 2),
+        ((_StridedShard(0, split_factor=6), _StridedShard(0, split_factor=2), Shard(0)), 1),
+        ((_StridedShard(0, split_factor=5), Replicate(), Replicate()), 6),
+    ):
+        seen = torch.zeros(shape, dtype=torch.int64)
+        for a in range(2):
+            for b in range(3):
+                for c in range(2):
+                    rows, columns = held_region(shape, mesh, (a, b, c), placements)
+                    if runs_length(rows) and runs_length(columns):
+                        seen[torch.tensor(indices(rows))[:, None], torch.tensor(indices(columns))] += 1
+        assert (seen == copies).all(), placements
