@@ -132,7 +132,8 @@ class NemotronNanoConfig:
             raise NemotronNanoConfigError(faults)
         pattern = _pattern_of(config)
         values: dict[str, Any] = {ours: config[theirs] for ours, theirs in _HF_NAMES.items() if theirs in config}
-        return cls(pattern=pattern, **{key: tuple(x) if isinstance(x, list) else x for key, x in values.items()})
+        values = {key: tuple(x) if isinstance(x, list) else x for key, x in values.items()}
+        return cls(pattern=pattern, **values)
 
     def to_hf(self) -> dict[str, Any]:
         """A `config.json` for this model, which Hugging Face's `NemotronHConfig` reads in every version."""

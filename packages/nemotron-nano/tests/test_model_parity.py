@@ -1,0 +1,143 @@
+"""Logits and gradients against transformers' `nemotron_h`, with weights under which every part matters."""
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nemotron_nano import NemotronNano, NemotronNanoConfig
+
+transformers = pytest.importorskip("transformers")
+
+CONFIG = NemotronNanoConfig(
+    pattern="ME*M-E",
+    vocab_size=61,
+    hidden_size=48,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=8,
+    mamba_num_heads=6,
+    mamba_head_dim=16,
+    mamba_num_groups=2,
+    ssm_state_size=24,
+    chunk_size=16,
+    num_experts=12,
+    top_k=3,
+    expert_hidden_size=20,
+    shared_expert_hidden_size=28,
+    mlp_hidden_size=36,
+)
+GROUPED = attrs.evolve(
+    CONFIG, router_num_groups=4, router_top_groups=2, normalize_top_k=False, routed_scaling_factor=1.5
+)
+
+
+def make_everything_matter(model: NemotronNano, seed: int = 0) -> None:
+    """Large random weights: under usual ones the scan hardly moves the logits."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(tensor, std):
+        tensor.copy_(std * torch.randn(tensor.shape, generator=generator))
+
+    def uniform(tensor, low, high):
+        tensor.copy_(low + (high - low) * torch.rand(tensor.shape, generator=generator))
+
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name.endswith("norm.weight") or name.endswith("norm_f.weight"):
+                uniform(tensor, 0.5, 1.5)
+            elif name.endswith("conv1d.weight"):
+                normal(tensor, 0.5)
+            elif name.endswith(("conv1d.bias", "ssm.D")):
+                normal(tensor, 0.3)
+            elif name.endswith("dt_bias"):
+                uniform(tensor, -1, 1)
+            elif name.endswith("A_log"):
+                uniform(tensor, -2, 1)
+            elif name.endswith("router.bias"):
+                uniform(tensor, -0.4, 0.4)
+            else:
+                normal(tensor, tensor.shape[-1] ** -0.5)
+
+
+def theirs(name: str) -> str:
+    for ours, hf in (
+        ("backbone.", "model."),
+        ("mixer.ssm.", "mixer."),
+        ("mixer.router.weight", "mixer.gate.weight"),
+        ("mixer.router.bias", "mixer.gate.e_score_correction_bias"),
+    ):
+        name = name.replace(ours, hf)
+    return name
+
+
+def as_transformers(model: NemotronNano) -> nn.Module:
+    config = transformers.NemotronHConfig(**model.config.to_hf())
+    config._attn_implementation = "sdpa"
+    config._experts_implementation = "eager"
+    oracle = transformers.NemotronHForCausalLM(config)
+    oracle.load_state_dict({theirs(name): tensor for name, tensor in model.state_dict().items()}, strict=True)
+    for module in oracle.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))  # it clamps dt at time_step_min otherwise
+    return oracle
+
+
+def both(config: NemotronNanoConfig) -> tuple[NemotronNano, nn.Module]:
+    model = NemotronNano(config)
+    make_everything_matter(model)
+    return model, as_transformers(model)
+
+
+@pytest.mark.parametrize("config", [CONFIG, GROUPED], ids=["plain", "group-limited"])
+@pytest.mark.parametrize("shape", [(1, 48), (2, 53)])
+def test_logits_equal_transformers(config, shape):
+    model, oracle = both(config)
+    tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, hf = model.eval()(tokens), oracle.eval()(tokens, use_cache=False).logits
+    assert ours.dtype == torch.float32
+    assert ours.shape == (*shape, config.vocab_size)
+    assert hf.std() > 0.3  # or there is nothing to compare
+    assert (ours - hf).abs().max() < 1e-4
+
+
+def test_gradients_equal_transformers():
+    model, oracle = both(CONFIG)
+    tokens = torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(1))
+    for logits in (model(tokens), oracle(tokens, use_cache=False).logits):
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    expected = dict(oracle.named_parameters())
+    for name, parameter in model.named_parameters():
+        grad, hf = parameter.grad, expected[theirs(name)].grad
+        assert ((grad - hf).norm() / hf.norm()).item() < 1e-5, name
+
+
+def test_the_scan_matters_to_these_logits(monkeypatch):
+    from nemotron_nano import model as module
+
+    model, oracle = both(CONFIG)
+    tokens = torch.randint(61, (1, 48), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(module, "ssd_scan", lambda u, *_, **__: (torch.zeros_like(u), None))
+    with torch.no_grad():
+        ours, hf = model.eval()(tokens), oracle.eval()(tokens, use_cache=False).logits
+    assert (ours - hf).norm() / hf.norm() > 0.1
+
+
+def test_transformers_reads_our_config():
+    config = transformers.NemotronHConfig(**CONFIG.to_hf())
+    assert config.hybrid_override_pattern == CONFIG.pattern
+    assert NemotronNanoConfig.from_hf(config.to_dict()) == CONFIG
+    assert config.num_hidden_layers == 6
+
+
+def test_bfloat16_is_as_near_to_fp32_as_transformers_is():
+    model, oracle = both(attrs.evolve(CONFIG, pattern="M*M-"))  # a router would turn rounding into other experts
+    tokens = torch.randint(61, (2, 48), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact = model.eval()(tokens)
+        ours = model.to(torch.bfloat16)(tokens)
+        hf = oracle.eval().to(torch.bfloat16)(tokens, use_cache=False).logits.float()
+    assert ours.dtype == torch.float32
+    assert (ours - exact).norm() < 1.2 * (hf - exact).norm()
