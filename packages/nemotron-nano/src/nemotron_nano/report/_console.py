@@ -38,8 +38,9 @@ class ConsoleTracker:
             return
         per_step = (time.monotonic() - self._begin) / (step - self._first_step)
         memory = " ".join(f"{size / 2**20:.0f}" for size in metrics["peak_memory_bytes"])
+        count = f"{step:>{len(str(steps))}}/{steps}"
         self._console.print(
-            f"step {step:>{len(str(steps))}}/{steps}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  "
+            f"step {count}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  "
             f"{metrics['tokens_per_second']:,.0f} tokens/s  peak memory {memory} MiB  "
             f"{_duration(per_step * (steps - step))} left"
         )
@@ -48,7 +49,8 @@ class ConsoleTracker:
         line = f"validation after step {step}: loss {metrics['loss']:.4f}"
         if "bits_per_byte" in metrics:
             bits, entropy = metrics["bits_per_byte"], metrics["byte_entropy_bits"]
-            line += f", [bold]{bits:.3f} bits per byte[/] (single bytes alone: {entropy:.3f}, {1 - bits / entropy:.0%} less)"
+            less = f"{1 - bits / entropy:.0%} less"
+            line += f", [bold]{bits:.3f} bits per byte[/] (single bytes alone: {entropy:.3f}, {less})"
         self._console.print(line)
 
     def checkpoint_saved(self, *, step: int, path: Path, **_: Any) -> None:

@@ -15,9 +15,7 @@ class MissingExtraError(ImportError):
 def plot_loss(runs: "Sequence[RunRecord]", path: Path) -> Path:
     """Training loss of all runs over steps, with their validations; and below, how far each is from the first."""
     plt = _pyplot()
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained"
-    )
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained")
     first = {step["step"]: step["loss"] for step in runs[0].steps}
     styles = ["-", "--", ":", "-."]
     for number, run in enumerate(runs):
@@ -49,10 +47,10 @@ def plot_expert_load(run: "RunRecord", path: Path) -> Path:
     figure, axes = plt.subplots(len(layers), 1, figsize=(8, 1 + 2.6 * len(layers)), squeeze=False, layout="constrained")
     for layer, axis in zip(layers, axes[:, 0], strict=True):
         columns = [_even_shares(step["expert_load"][layer]) for step in run.steps]
-        image = axis.imshow(
-            list(zip(*columns, strict=True)), aspect="auto", origin="lower", vmin=0, vmax=2, cmap="RdBu_r",
-            interpolation="nearest", extent=(run.steps[0]["step"] - 0.5, run.steps[-1]["step"] + 0.5, -0.5, len(columns[0]) - 0.5),
-        )  # fmt: skip
+        shares = list(zip(*columns, strict=True))
+        edges = (run.steps[0]["step"] - 0.5, run.steps[-1]["step"] + 0.5, -0.5, len(shares) - 0.5)
+        options = {"aspect": "auto", "origin": "lower", "interpolation": "nearest", "extent": edges}
+        image = axis.imshow(shares, vmin=0, vmax=2, cmap="RdBu_r", **options)
         axis.set_title(layer, fontsize=10)
         axis.set_ylabel("expert")
         figure.colorbar(image, ax=axis, label="load / even load", extend="max")

@@ -7,7 +7,7 @@ from moe_core.plugins import Run
 _LISTENERS = ("mesh", "model", "loss", "optimizer", "scheduler", "clipper", "data", "checkpointer")
 
 
-def emit(run: Run, event: str, **info: Any) -> None:
+def emit(run: Run, event: str, /, **info: Any) -> None:
     """Call `event` on the run's components in the order they were built, the trackers last."""
     listeners = [getattr(run, part) for part in _LISTENERS] + list(run.trackers)
     for listener in listeners:

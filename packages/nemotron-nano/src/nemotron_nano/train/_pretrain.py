@@ -49,7 +49,7 @@ class Pretrain:
         """One optimizer step, and what there is to report of it."""
         begin = time.perf_counter()
         run.model.train()
-        outputs = _accumulate_gradients(run, run.data.train_batches(step))
+        outputs = accumulate_gradients(run, run.data.train_batches(step))
         norm = run.clipper(run.model.parameters())
         lr = run.scheduler.get_last_lr()[0]
         # the norm is the same on all ranks, so all of them stop here or none
@@ -74,7 +74,7 @@ class Pretrain:
         }
 
 
-def _accumulate_gradients(run: Run, batches: Sequence[Batch]) -> list[LossOutput]:
+def accumulate_gradients(run: Run, batches: Sequence[Batch]) -> list[LossOutput]:
     """Forward and backward of all microbatches; gradients are reduced in the last one only.
 
     Dividing by the valid tokens of the whole step makes the gradient that of the mean over all of them,
@@ -114,4 +114,3 @@ def _restore(run: Run) -> int:
 
 def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
-

@@ -8,6 +8,7 @@ from datetime import timedelta
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch re-exports it silently
 
 
 class LaunchError(RuntimeError):
@@ -55,7 +56,7 @@ def process_group(place: Place, device_type: str, timeout_s: float) -> Iterator[
         torch.accelerator.set_device_index(place.local_rank)
     backend = "gloo" if device is None else f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
     # one rank alone needs no address, hence no free port
-    store = dist.HashStore() if place.world_size == 1 else None
+    store = HashStore() if place.world_size == 1 else None
     try:
         dist.init_process_group(
             backend,

@@ -13,8 +13,8 @@ from nemotron_nano.train.assemble import assemble
 def train_on_this_rank(config: Config, *, resume: bool) -> int:
     """Build the run and hand it to its trainer; returns the exit status.
 
-    What all ranks find wrong is said once, in one line: mistakes of the user's (status 2), and training or a start that can't go on (status 1). Anything else is printed with its
-    traceback and rank.
+    What all ranks find wrong is said once, in one line: mistakes of the user's (status 2), and a start or
+    training that can't go on (status 1). Anything else is printed with its traceback and rank.
     """
     place = Place.from_environment()
     set_threads(config.run.threads, place)

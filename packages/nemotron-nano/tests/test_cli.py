@@ -1,0 +1,141 @@
+"""The command: mistakes are said at once and start nothing; listing and checking need no torch."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+
+def _nemotron(*words, cwd=None, env=None):
+    return subprocess.run(
+        [sys.executable, "-m", "nemotron_nano", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+    )
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[run]\nname = "t"\nsteps = 2\n[[transform]]\ntype = "fsdp"\n')
+    return path
+
+
+def _in_process(words, then):
+    """Run the command in a fresh interpreter and print what `then` evaluates to afterwards."""
+    code = f"import sys; from nemotron_nano.cli import main; code = main({[str(w) for w in words]!r}); print({then})"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+
+def test_components_lists_kind_name_distribution_and_version_without_torch():
+    answer = _in_process(["components"], "code, 'torch' in sys.modules")
+    *lines, last = answer.stdout.splitlines()
+    assert last == "(0, False)"
+    listed = [line.split() for line in lines if line.strip()]
+    assert listed[0] == ["kind", "name", "distribution", "version"]
+    for row in (["clipper", "multi_mesh", "grad-clip-multimesh"], ["transform", "fsdp", "fsdp-ep"]):
+        assert any(line[:3] == row and line[3][0].isdigit() for line in listed), row
+    distributions = {line[2] for line in listed[1:] if len(line) == 4}
+    assert distributions >= {"moe-core", "ep-mesh", "ep-dispatch", "fsdp-ep", "grad-clip-multimesh", "chunked-loss",
+                             "ckpt-layout", "nemotron-nano"}  # fmt: skip
+
+
+def test_components_takes_under_a_second():
+    def seconds():
+        begin = time.perf_counter()
+        assert _nemotron("components").returncode == 0
+        return time.perf_counter() - begin
+
+    # the best of a few: other work on the machine only adds
+    assert min(seconds() for _ in range(5)) < 1.0
+
+
+def test_all_mistakes_in_a_config_come_at_once_and_nothing_is_started(config):
+    config.write_text(
+        '[mesh]\nep = "2"\n[model]\nprest = "tiny"\n[los]\n[clipper]\ntype = "multi_mash"\n[data]\nsequence_length = 0\n'
+    )
+    words = ["train", config, "--nproc", "2", "run.steps=1.5"]
+    answer = _in_process(words, "code, 'torch' in sys.modules")
+    assert answer.stdout.strip() == "(2, False)"
+    for expected in (
+        f"{config}: mesh.ep = '2': must be an integer, not a string",
+        f"{config}: model.prest: is not a key of this table (did you mean 'preset'?)",
+        f"{config}: los: is not a table of a config (did you mean 'loss'?)",
+        "no clipper component is called 'multi_mash'; did you mean 'multi_mesh'?",
+        f"{config}: data.sequence_length = 0: must be >= 1",
+        "command line 'run.steps=1.5': run.steps = 1.5: must be an integer, not a number",
+    ):
+        assert expected in answer.stderr, answer.stderr
+    assert "6 problems" in answer.stderr
+
+
+def test_rules_between_tables_are_checked_before_a_process_starts(config):
+    words = ["train", config, "--nproc", "4", "mesh.ep=3", "data.global_batch_size=6"]
+    answer = _in_process(words, "code, 'torch' in sys.modules")
+    assert answer.stdout.strip() == "(2, False)"
+    assert "mesh.ep = 3" in answer.stderr
+    assert "data.global_batch_size = 6: must be a multiple of 4 ranks" in answer.stderr
+
+
+def test_a_degree_that_leaves_a_rank_without_experts_is_refused(config):
+    answer = _nemotron("train", config, "--nproc", 4, "mesh.ep=4", "model.num_experts=5", "data.global_batch_size=4")
+    assert answer.returncode == 2
+    assert "mesh.ep = 4" in answer.stderr
+    assert "5" in answer.stderr
+
+
+def test_a_dry_run_prints_a_config_that_gives_the_same_again(config, tmp_path):
+    first = _nemotron("train", config, "--nproc", 2, "--dry-run", "transform.fsdp.reshard_after_forward=false")
+    assert first.returncode == 0, first.stderr
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(first.stdout)
+    assert _nemotron("train", resolved, "--nproc", 2, "--dry-run").stdout == first.stdout
+    assert "reshard_after_forward = false" in first.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["train", "absent.toml"], "absent.toml: can't be read: No such file or directory"),
+        (["export", "absent"], "absent is not the folder of a run"),
+        (["generate", "absent"], "absent is not the folder of a run"),
+        (["report", "absent"], "absent is not the folder of a run"),
+        (["train", "{config}", "--resume"], "there is no checkpoint"),
+        (["train", "{config}", "data.type=text_files", "data.folder=absent"], "'absent': must be a folder that exists"),
+    ],
+)
+def test_a_wrong_path_gives_one_clear_line(config, tmp_path, words, reason):
+    answer = _nemotron(*[word.format(config=config) for word in words], cwd=tmp_path)
+    assert answer.returncode == 2
+    assert reason in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert len([line for line in answer.stderr.splitlines() if line.strip()]) <= 2
+
+
+def test_a_missing_extra_is_named(tmp_path):
+    (tmp_path / "config.toml").write_text("[run]\n")
+    (tmp_path / "metrics.jsonl").write_text('{"event": "step_end", "step": 1, "loss": 2.0, "tokens": 8, "seconds": 1.0, '
+                                            '"peak_memory_bytes": [1]}\n')  # fmt: skip
+    code = f"import sys; sys.modules['matplotlib'] = None; from nemotron_nano.cli import main; sys.exit(main(['report', {str(tmp_path)!r}]))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 2
+    assert answer.stderr.strip() == "nemotron-nano: plots need matplotlib: pip install 'nemotron-nano[plot]'"
+
+
+def test_a_port_in_use_is_one_clear_line(config, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        answer = _nemotron("train", config, cwd=tmp_path, env=env)
+    assert answer.returncode == 1
+    assert f"127.0.0.1:{port}" in answer.stderr
+    assert "choose another one" in answer.stderr
+    assert "Traceback" not in answer.stderr
