@@ -50,7 +50,7 @@ def _model(num_experts, *, ep_group=None, num_blocks=3, islands=True, separate_h
             hidden, mix = (all_reduce(_placed(t, everybody, place), group=ep_group) for t in (hidden, mix))
             first = rank * -(-num_experts // ep_group.size())
             out = self._run(hidden, mix[:, first : first + up.shape[0]], up, down)
-            return all_reduce(out, group=ep_group)[place]
+            return all_reduce(out, group=ep_group)[place].clone()
 
         def _run(self, hidden, mix, up, down):
             inner = torch.einsum("td,efd->tef", hidden, up).relu() ** 2
@@ -125,7 +125,6 @@ def _reference_gradients(num_experts, world_size, microbatches):
 
 def _sharded(num_experts, layout, *, separate_head=False, checkpoint="none", policy=None, sabotage=None, **arguments):
     """The model under a layout (dp_replicate, ep), and its dp mesh."""
-    import torch
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -134,7 +133,6 @@ def _sharded(num_experts, layout, *, separate_head=False, checkpoint="none", pol
     from ep_mesh import MeshConfig, build_mesh, resolve_sub_mesh
     from fsdp_ep import apply_activation_checkpointing, fully_shard_moe
 
-    torch.set_printoptions(profile="short")
     dp_replicate, ep = layout
     mesh = build_mesh(MeshConfig(dp_replicate=dp_replicate, ep=ep).resolve(dist.get_world_size()), "cpu")
     ep_mesh = resolve_sub_mesh(mesh, "ep")
@@ -276,9 +274,11 @@ def _bf16(layout, checkpoint, separate_head):
     for name, module in model.named_modules():
         if not list(module.parameters(recurse=False)):
             continue
-        module.register_forward_hook(
-            lambda m, args, out, name=name: seen.setdefault(name, {p.dtype for p in m.parameters(recurse=False)})
-        )
+
+        def note(module, args, name=name):
+            seen[name] = {parameter.dtype for parameter in module.parameters(recurse=False)}
+
+        module.register_forward_pre_hook(note)
     tokens, labels = _batches(dist.get_world_size(), 1)
     _loss(model, tokens[dist.get_rank(), 0], labels[dist.get_rank(), 0], separate_head).backward()
     stored = {parameter.dtype for parameter in model.parameters()} | {p.grad.dtype for p in model.parameters()}
@@ -297,7 +297,7 @@ def test_bf16_with_fp32_islands(layout, checkpoint, separate_head):
         for name, dtypes in seen.items():
             assert dtypes == {torch.float32 if name.endswith("router") else torch.bfloat16}, name
         assert len(seen) > 10
-        assert max(errors.values()) < 0.05, errors  # bf16 has 8 bits: 0.004 an operation
+        assert max(errors.values()) < 0.1, errors  # bf16 has 8 bits: 0.004 an operation; a wrong scale is 0.5
         assert max(errors.values()) > 1e-4, "nothing was computed in bf16"
 
 

@@ -7,15 +7,16 @@ it. Nothing else of the package that defines it has to be known.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_ep._errors import ShardingError
 from fsdp_ep._plan import find_blocks
+from fsdp_ep._saved_results import KeepsResult, saving_contexts
 
 Mode = Literal["none", "full", "every_nth", "selective"]
 
@@ -59,18 +60,18 @@ def apply_activation_checkpointing(
     if mode == "none":
         return model
     chosen = find_blocks(model) if blocks is None else list(blocks)
-    policy = _save_expensive if mode == "selective" else _save_marked
+    keeps_result = _is_marked_or_expensive if mode == "selective" else _is_marked
     for block in chosen[:: every if mode == "every_nth" else 1]:
-        _checkpoint_forward(block, policy)
+        _checkpoint_forward(block, keeps_result)
     return model
 
 
-def _checkpoint_forward(block: nn.Module, policy: Callable[..., CheckpointPolicy]) -> None:
+def _checkpoint_forward(block: nn.Module, keeps_result: KeepsResult) -> None:
     forward = block.forward
     if hasattr(forward, _MARK):
         rule = "is checkpointed already"
         raise ShardingError("blocks", type(block).__name__, rule, "call apply_activation_checkpointing once")
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    contexts = functools.partial(saving_contexts, keeps_result)
 
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -83,16 +84,11 @@ def _checkpoint_forward(block: nn.Module, policy: Callable[..., CheckpointPolicy
     block.forward = checkpointed
 
 
-def _save_marked(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if getattr(operator, "must_save", False):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def _is_marked(operator: Any) -> bool:
+    return getattr(operator, "must_save", False)
 
 
-def _save_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operator.namespace in _COMMUNICATION:
-        return CheckpointPolicy.PREFER_SAVE
-    name = operator._schema.name.partition("::")[2]
-    if name in _EXPENSIVE or name.startswith(_EXPENSIVE_PREFIXES):
-        return CheckpointPolicy.PREFER_SAVE
-    return _save_marked(context, operator)
+def _is_marked_or_expensive(operator: Any) -> bool:
+    namespace, _, name = operator._schema.name.partition("::")
+    expensive = name in _EXPENSIVE or name.startswith(_EXPENSIVE_PREFIXES)
+    return _is_marked(operator) or namespace in _COMMUNICATION or expensive

@@ -1,0 +1,165 @@
+"""Activation checkpointing in one process: gradients, names, and what is computed again."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_ep import ShardingError, apply_activation_checkpointing
+
+D, T = 6, 5
+
+
+@torch.library.custom_op("fsdp_ep_test::choose", mutates_args=())
+def _choose(scores: torch.Tensor) -> torch.Tensor:
+    """Its choice changes from call to call, as that of a router at a near-tie may."""
+    _choose.calls += 1
+    return scores.argsort(dim=-1).roll(_choose.calls, -1)[:, :2].contiguous()
+
+
+_choose.calls = 0
+
+
+@pytest.fixture
+def marked():
+    operator = torch.ops.fsdp_ep_test.choose.default
+    operator.must_save = True
+    yield
+    del operator.must_save
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, 4)
+        self.experts = nn.Linear(D, 4 * D)
+        self.dropout = nn.Dropout(0.5)
+        self.chosen = []
+
+    def forward(self, hidden: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        scores = self.router(hidden).sigmoid()
+        ids = _choose(scores.detach())
+        self.chosen.append(ids)
+        outs = self.experts(hidden).unflatten(-1, (4, D)) * scores.unsqueeze(-1)
+        picked = outs.gather(1, ids.unsqueeze(-1).expand(-1, -1, D)).sum(1)
+        return hidden + scale * self.dropout(picked.tanh())
+
+
+class _Model(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block() for _ in range(blocks))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, scale=0.5)
+        return hidden
+
+
+def _run(mode: str, every: int = 1) -> tuple[_Model, torch.Tensor, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    _choose.calls = 0
+    model = _Model()
+    apply_activation_checkpointing(model, mode, every)
+    hidden = torch.randn(T, D, requires_grad=True)
+    out = model(hidden)
+    out.square().sum().backward()
+    return model, out, [hidden.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize(("mode", "every"), [("full", 1), ("every_nth", 2), ("selective", 1)])
+def test_gradients_are_bit_identical_though_the_router_would_choose_otherwise(marked, mode, every):
+    plain, out, expected = _run("none")
+    model, again, actual = _run(mode, every)
+    assert torch.equal(out, again)
+    for one, other in zip(expected, actual, strict=True):
+        assert torch.equal(one, other)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for layer in model.layers:
+        assert all(torch.equal(layer.chosen[0], chosen) for chosen in layer.chosen)
+
+
+def test_without_the_mark_the_gradients_differ():
+    expected, actual = _run("none")[2], _run("full")[2]
+    assert not all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "recomputed"),
+    [("none", 1, [0, 0, 0]), ("full", 1, [1, 1, 1]), ("every_nth", 2, [1, 0, 1]), ("every_nth", 3, [1, 0, 0])],
+)
+def test_which_blocks_run_again(marked, mode, every, recomputed):
+    model, _, _ = _run(mode, every)
+    assert [len(layer.chosen) - 1 for layer in model.layers] == recomputed
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_keeps_matrix_products_and_recomputes_the_rest(marked):
+    counts = {}
+    for mode in ("none", "full", "selective"):
+        with _Count() as counts[mode]:
+            _run(mode)
+    products = {mode: count.calls["aten::addmm"] for mode, count in counts.items()}
+    assert products == {"none": 6, "full": 12, "selective": 6}
+    assert counts["selective"].calls["aten::tanh"] == 6
+
+
+def test_a_second_backward_recomputes_once_more(marked):
+    torch.manual_seed(0)
+    model = apply_activation_checkpointing(_Model(), "full")
+    hidden = torch.randn(T, D, requires_grad=True)
+    out = model(hidden).square().sum()
+    (first,) = torch.autograd.grad(out, hidden, retain_graph=True)
+    (second,) = torch.autograd.grad(out, hidden)
+    assert torch.equal(first, second)
+
+
+def test_no_checkpoint_without_gradients(marked):
+    model = apply_activation_checkpointing(_Model(), "full")
+    with torch.no_grad():
+        assert not model(torch.randn(T, D)).requires_grad
+
+
+class _Drifting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for _ in range(self.calls):
+            chosen = _choose(hidden.detach())
+        return hidden * chosen.sum()
+
+
+def test_a_kept_operator_called_more_often_is_an_error(marked):
+    model = nn.Sequential(_Drifting())
+    apply_activation_checkpointing(model, "full", blocks=[model[0]])
+    hidden = torch.randn(T, D, requires_grad=True)
+    out = model(hidden)
+    with pytest.raises(RuntimeError, match="more often than the forward pass did"):
+        out.sum().backward()
+
+
+def test_what_is_refused():
+    with pytest.raises(ShardingError, match="none, full, every_nth, selective"):
+        apply_activation_checkpointing(_Model(), "blockwise")
+    with pytest.raises(ShardingError, match="at least 1"):
+        apply_activation_checkpointing(_Model(), "every_nth", 0)
+    with pytest.raises(ShardingError, match=r"nn\.ModuleList"):
+        apply_activation_checkpointing(nn.Linear(2, 2), "full")
+    model = apply_activation_checkpointing(_Model(), "full")
+    with pytest.raises(ShardingError, match="already"):
+        apply_activation_checkpointing(model, "full")
