@@ -174,25 +174,35 @@ class _Loop(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = _products(grad, weight, ctx.counts) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(grad, rows, weight, ctx.counts) if ctx.needs_input_grad[1] else None
+        grad_weight = _weight_gradient(grad, rows, ctx.counts) if ctx.needs_input_grad[1] else None
         return grad_rows, grad_weight, None
 
 
+# Operators of their own, since a checkpointing policy that keeps the results of matrix products would keep those
+# of `mm(..., out=...)` as well, and leave `out` unwritten in the recomputation.
+@torch.library.custom_op("moe_core::grouped_products", mutates_args=())
 def _products(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     """[R, I], [e, I, O] -> [R, O]; zeros past the last expert's rows."""
     out = rows.new_empty(rows.shape[0], weight.shape[2])
     start = 0
     for expert, count in enumerate(counts):
         if count:
-            target = out[start : start + count]
-            _multiply(_aligned(rows[start : start + count]), _aligned(weight[expert]), target)
+            end = start + count
+            _multiply(_aligned(rows[start:end]), _aligned(weight[expert]), out[start:end])
         start += count
     out[start:].zero_()
     return out
 
 
-def _weight_gradient(grad: Tensor, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    stack = torch.empty_like(weight, memory_format=torch.contiguous_format)
+@_products.register_fake
+def _(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("moe_core::grouped_weight_gradient", mutates_args=())
+def _weight_gradient(grad: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
+    """[R, O], [R, I] -> [e, O, I]; zeros for experts without rows."""
+    stack = rows.new_empty(len(counts), grad.shape[1], rows.shape[1])
     start = 0
     for expert, count in enumerate(counts):
         if count:
@@ -202,6 +212,11 @@ def _weight_gradient(grad: Tensor, rows: Tensor, weight: Tensor, counts: list[in
             stack[expert].zero_()
         start += count
     return stack
+
+
+@_weight_gradient.register_fake
+def _(grad: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
+    return rows.new_empty(len(counts), grad.shape[1], rows.shape[1])
 
 
 def _aligned(matrix: Tensor) -> Tensor:
