@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from chunked_loss import global_denominator
 from fsdp_ep import set_requires_gradient_sync
@@ -85,9 +86,17 @@ def accumulate_gradients(run: Run, batches: Sequence[Batch]) -> list[LossOutput]
     for position, batch in enumerate(batches, start=1):
         set_requires_gradient_sync(run.model, position == len(batches))
         output = run.loss(run.model, batch)
-        (output.sum / denominator).backward()
-        outputs.append(LossOutput(output.sum.detach(), output.tokens, output.parts))
+        auxiliary = _auxiliary_losses(run)
+        (sum(auxiliary.values(), output.sum) / denominator).backward()
+        parts = {**output.parts, **{name: loss.detach() for name, loss in auxiliary.items()}}
+        outputs.append(LossOutput(output.sum.detach(), output.tokens, parts))
     return outputs
+
+
+def _auxiliary_losses(run: Run) -> dict[str, Tensor]:
+    """What the model adds to the loss of its last forward pass, by name; sums over tokens, as the loss is."""
+    take = getattr(run.model, "auxiliary_losses", None)
+    return take() if callable(take) else {}
 
 
 @torch.no_grad()
