@@ -52,7 +52,7 @@ def grouped_mm(
     reason = why_not_grouped_mm(rows, weight)
     if reason:
         raise ValueError(f'grouped_gemm = "grouped_mm": {reason}; use "loop", or "auto" to choose by case')
-    offsets = tokens_per_expert.cumsum(0).to(device=rows.device, dtype=torch.int32)
+    offsets = tokens_per_expert.cumsum(0, dtype=torch.int32)
     return _GroupedMM.apply(rows, weight, offsets, exact)
 
 
