@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt_layout._checkpoint import load_checkpoint as load_checkpoint
+    from ckpt_layout._checkpoint import save_checkpoint as save_checkpoint
     from ckpt_layout._errors import LayoutError as LayoutError
     from ckpt_layout._errors import PeerError as PeerError
     from ckpt_layout._errors import ReplicaMismatchError as ReplicaMismatchError
@@ -29,7 +31,9 @@ _HOME = {
     "expert_range": "ckpt_layout._region",
     "families": "ckpt_layout._families",
     "get_sharded_expert_range": "ckpt_layout._ranges",
+    "load_checkpoint": "ckpt_layout._checkpoint",
     "load_hf": "ckpt_layout._hf_load",
+    "save_checkpoint": "ckpt_layout._checkpoint",
     "save_hf": "ckpt_layout._hf_save",
     "split_experts": "ckpt_layout._region",
 }

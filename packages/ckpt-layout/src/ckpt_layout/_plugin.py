@@ -1,5 +1,7 @@
 """The components that ckpt-layout registers with the plugin host."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -8,6 +10,56 @@ from moe_core.plugins import Component, hookimpl
 
 if TYPE_CHECKING:
     from ckpt_layout._families import Family
+    from moe_core.plugins import Run
+
+
+def _at_least_one(_: Any, attribute: Any, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{attribute.name} = {value}: must be at least 1")
+
+
+@attrs.frozen
+class DcpConfig:
+    """Checkpoints in torch.distributed.checkpoint's format, which load under any layout."""
+
+    directory: str | None = None
+    """Where they lie; unset: the folder `checkpoints` in the run's output directory."""
+    keep_last: int | None = attrs.field(default=None, validator=attrs.validators.optional(_at_least_one))
+    """How many of the checkpoints written last are kept; unset: all."""
+
+
+@attrs.frozen
+class DcpCheckpointer:
+    """Saves and restores a run; see `save_checkpoint` and `load_checkpoint`."""
+
+    directory: Path
+    keep_last: int | None = None
+
+    def save(self, run: "Run", step: int, state: Mapping[str, Any]) -> Path:
+        from ckpt_layout._checkpoint import save_checkpoint
+
+        return save_checkpoint(
+            self.directory,
+            step,
+            model=run.model,
+            optimizer=run.optimizer,
+            scheduler=run.scheduler,
+            state=state,
+            config_toml=run.config.to_toml(),
+            keep_last=self.keep_last,
+        )
+
+    def load(self, run: "Run", step: int | None = None) -> Mapping[str, Any] | None:
+        from ckpt_layout._checkpoint import load_checkpoint
+
+        return load_checkpoint(
+            self.directory, model=run.model, optimizer=run.optimizer, scheduler=run.scheduler, step=step
+        )
+
+
+def build_dcp(config: DcpConfig, run: "Run") -> DcpCheckpointer:
+    directory = Path(config.directory or Path(run.config.run.output_dir) / "checkpoints")
+    return DcpCheckpointer(directory, config.keep_last)
 
 
 @attrs.frozen
@@ -41,4 +93,7 @@ def _row(name: str) -> "Family":
 def moe_components() -> list[Component]:
     here = "ckpt_layout._plugin:"
     rows = ("nemotron_h", "mixtral", "qwen3_moe", "deepseek_v3")
-    return [Component("family", row, f"{here}FamilyConfig", f"{here}{row}") for row in rows]
+    return [
+        Component("checkpointer", "dcp", f"{here}DcpConfig", f"{here}build_dcp"),
+        *(Component("family", row, f"{here}FamilyConfig", f"{here}{row}") for row in rows),
+    ]

@@ -1,0 +1,365 @@
+"""`save_checkpoint` and `load_checkpoint`: training state that can go on under another layout.
+
+<directory>/latest                 the name of the newest complete step
+<directory>/step-00000010/         torch.distributed.checkpoint's files: model/..., optimizer/...
+    meta.json                      step, number of ranks, the caller's state
+    host.pt                        optimizer settings and scheduler
+    rng-00000.pt                   each rank's generators
+    config.toml                    the run's config, if given
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from ckpt_layout._errors import LayoutError
+from ckpt_layout._hf_folder import some
+from ckpt_layout._model_tensors import model_tensors, without_ties
+from ckpt_layout._optimizer_state import (
+    PREFIX,
+    check_groups,
+    optimizer_settings,
+    optimizer_tensors,
+    restore_optimizer,
+    room_for_state,
+)
+from ckpt_layout._ranges import runs_length
+from ckpt_layout._region import region_of
+from ckpt_layout._replicated import assert_replicated
+from ckpt_layout._rng import capture_rng, restore_rng
+from ckpt_layout._together import gathered, together, world
+
+_MODEL = "model/"
+_STEP = re.compile(r"step-(\d{8,})")
+_FORMAT = 1
+
+
+def save_checkpoint(
+    directory: str | Path,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    state: Mapping[str, Any] | None = None,
+    config_toml: str | None = None,
+    keep_last: int | None = None,
+) -> Path:
+    """Store the training state after `step` steps; returns its folder. All ranks must call and share the disk.
+
+    It is written aside, renamed when every rank has finished, and only then does `latest` move to it: whatever
+    happens before leaves the last good checkpoint in its place. Each rank writes its own shards; weights
+    and optimizer state can be loaded under any other layout.
+
+    Args:
+        state: what JSON can hold, the same on all ranks.
+        config_toml: stored beside the checkpoint as config.toml.
+        keep_last: how many of the checkpoints written last stay, at least 1; None: all.
+
+    Raises:
+        LayoutError: a ValueError: a setting out of range, state that cannot be stored, ranks whose optimizers
+            hold state for different parameters.
+        ReplicaMismatchError: what ranks have copies of differs between them.
+        PeerError: another rank failed.
+    """
+    directory = Path(directory)
+    final = directory / f"step-{step:08d}"
+    partial = directory / f".{final.name}.partial"
+    with together("preparing the checkpoint"):
+        _check_arguments(step, keep_last)
+        tensors, names = _tensors_to_save(model, optimizer)
+        host = _host_bytes(optimizer, scheduler, names)
+        meta = _meta_text(step, state)
+        device_type = _device_type(tensors)
+        if world()[0] == 0:
+            _fresh_folder(partial)
+    _same_keys_everywhere(tensors)
+    assert_replicated(model)
+    with _no_dist_is_meant():
+        dcp_save(
+            {key: tensor.detach() for key, tensor in tensors.items()},
+            storage_writer=FileSystemWriter(partial),
+            no_dist=world()[1] == 1,
+        )
+    with together("writing the checkpoint"):
+        torch.save(capture_rng(device_type), partial / _rng_name(world()[0]))
+        if world()[0] == 0:
+            (partial / "host.pt").write_bytes(host)
+            (partial / "meta.json").write_text(meta, encoding="utf-8")
+            if config_toml is not None:
+                (partial / "config.toml").write_text(config_toml, encoding="utf-8")
+    with together("publishing the checkpoint"):
+        if world()[0] == 0:
+            _publish(partial, final)
+            _prune(directory, final, keep_last)
+    return final
+
+
+def load_checkpoint(
+    directory: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    step: int | None = None,
+) -> dict[str, Any] | None:
+    """Restore in place what `save_checkpoint` stored, under this run's layout. All ranks must call.
+
+    Weights and optimizer state are bit-identical to what was saved, whatever the number of ranks, the
+    expert-parallel degree or the replicas were then. Random generators are restored where the number of ranks is
+    the same; otherwise they stay as they are.
+
+    Args:
+        directory: what `save_checkpoint` was given.
+        optimizer, scheduler: None: theirs is not loaded.
+        step: None: the newest complete one.
+
+    Returns:
+        the `state` that was saved, with `step`; None if there is no checkpoint and `step` is None.
+
+    Raises:
+        LayoutError: a ValueError: no such step; tensors that the checkpoint lacks, has beyond the model's, or
+            has in another shape (all listed); parameter groups that differ.
+        PeerError: another rank failed.
+    """
+    with together("finding the checkpoint"):
+        here = _find(Path(directory), step) if world()[0] == 0 else None
+    folder = gathered(here)[0]
+    if folder is None:
+        return None
+    reader = FileSystemReader(folder)
+    with together("reading the checkpoint"):
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        host = torch.load(folder / "host.pt", map_location="cpu", weights_only=True)
+        tensors = without_ties(model_tensors(model))
+        names = _names_by_id(tensors)
+        stored = reader.read_metadata()
+        room = _room(tensors, stored)
+        if optimizer is not None:
+            if host["optimizer"] is None:
+                raise LayoutError(f"{folder}: holds no optimizer; load with optimizer=None, or save with one")
+            check_groups(optimizer, names, host["optimizer"])
+            room |= room_for_state(optimizer, names, stored)
+            _refuse_unused(folder, room, stored)
+        if scheduler is not None and host["scheduler"] is None:
+            raise LayoutError(f"{folder}: holds no scheduler; load with scheduler=None, or save with one")
+        _refuse_what_dcp_mislabels(room)
+    with _no_dist_is_meant():
+        dcp_load(
+            {key: tensor.detach() for key, tensor in room.items()},
+            storage_reader=reader,
+            planner=DefaultLoadPlanner(),
+            no_dist=world()[1] == 1,
+        )
+    with together("restoring the state"):
+        if optimizer is not None:
+            restore_optimizer(optimizer, names, room, host["optimizer"])
+        if scheduler is not None:
+            scheduler.load_state_dict(host["scheduler"])
+        if meta["world_size"] == world()[1]:
+            rng = torch.load(folder / _rng_name(world()[0]), map_location="cpu", weights_only=True)
+            restore_rng(rng, _device_type(tensors))
+    return {**meta["state"], "step": meta["step"]}
+
+
+# -- what is stored ----------------------------------------------------------------------------------------
+
+
+def _check_arguments(step: int, keep_last: int | None) -> None:
+    if step < 0:
+        raise LayoutError(f"step = {step}: must be at least 0")
+    if keep_last is not None and keep_last < 1:
+        raise LayoutError(f"keep_last = {keep_last}: must be at least 1, or None to keep all")
+
+
+def _tensors_to_save(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[int, str]]:
+    tensors = without_ties(model_tensors(model))
+    names = _names_by_id(tensors)
+    every = {f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}
+    if optimizer is not None:
+        every |= optimizer_tensors(optimizer, names)
+    _refuse_what_dcp_mislabels(every)
+    return every, names
+
+
+def _names_by_id(tensors: Mapping[str, Tensor]) -> dict[int, str]:
+    return {id(tensor): name for name, tensor in tensors.items()}
+
+
+def _refuse_what_dcp_mislabels(tensors: Mapping[str, Tensor]) -> None:
+    """torch writes down an offset and a shape for each shard; they must be those of what the shard holds."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            continue
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        region = region_of(tensor)
+        held = tuple(runs_length(runs) for runs in region)
+        if 0 in held and 0 in shape:
+            continue
+        starts = tuple(runs[0].start for runs in region if runs)
+        if held != tuple(shape) or starts != tuple(offset) or any(len(runs) > 1 for runs in region):
+            raise LayoutError(
+                f"{name} of shape {tuple(tensor.shape)}: torch.distributed.checkpoint would file this rank's shard "
+                f"{region} under offset {tuple(offset)} and shape {tuple(shape)}; use sizes that divide evenly, or "
+                "another number of shards"
+            )
+
+
+def _host_bytes(optimizer: Optimizer | None, scheduler: Any, names: Mapping[int, str]) -> bytes:
+    content = {
+        "optimizer": None if optimizer is None else optimizer_settings(optimizer, names),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+    }
+    buffer = io.BytesIO()
+    try:
+        torch.save(content, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        raise LayoutError(
+            f"settings of the optimizer or the scheduler are not plain data, and could not be loaded again: {error}"
+        ) from error
+    return buffer.getvalue()
+
+
+def _meta_text(step: int, state: Mapping[str, Any] | None) -> str:
+    meta = {"format": _FORMAT, "step": step, "world_size": world()[1], "torch": torch.__version__}
+    try:
+        return json.dumps({**meta, "state": dict(state or {})}, indent=2) + "\n"
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"state must be what JSON can hold: {error}") from error
+
+
+def _device_type(tensors: Mapping[str, Tensor]) -> str:
+    return next((tensor.device.type for tensor in tensors.values()), "cpu")
+
+
+def _same_keys_everywhere(tensors: Mapping[str, Tensor]) -> None:
+    keys = [set(theirs) for theirs in gathered(sorted(tensors))]
+    partly = set().union(*keys) - set.intersection(*keys)
+    if partly:
+        raise LayoutError(
+            f"only some ranks hold {some(partly)}: every rank must give every parameter a gradient, zeros included, "
+            "so that the optimizer has the same state everywhere"
+        )
+
+
+def _rng_name(rank: int) -> str:
+    return f"rng-{rank:05d}.pt"
+
+
+@contextmanager
+def _no_dist_is_meant() -> Iterator[None]:
+    """torch warns of a save without process group even where that is asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+# -- folders -----------------------------------------------------------------------------------------------
+
+
+def _fresh_folder(partial: Path) -> None:
+    if partial.exists():  # of a save that did not finish
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def _publish(partial: Path, final: Path) -> None:
+    """Rename, then point `latest` at it; each is one atomic step."""
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        final.replace(old)
+    partial.replace(final)
+    pointer = final.with_name(".latest.partial")
+    pointer.write_text(final.name + "\n", encoding="utf-8")
+    os.replace(pointer, final.with_name("latest"))
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _prune(directory: Path, newest: Path, keep_last: int | None) -> None:
+    if keep_last is None:
+        return
+    others = [folder for folder in _steps(directory) if folder != newest]
+    others.sort(key=lambda folder: (folder / "meta.json").stat().st_mtime_ns)
+    for folder in others[: max(0, len(others) - (keep_last - 1))]:
+        gone = folder.with_name(f".{folder.name}.old")
+        folder.replace(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _steps(directory: Path) -> list[Path]:
+    return [p for p in directory.iterdir() if _STEP.fullmatch(p.name) and (p / "meta.json").is_file()]
+
+
+def _find(directory: Path, step: int | None) -> Path | None:
+    if step is None:
+        pointer = directory / "latest"
+        if not pointer.is_file():
+            return None
+        folder = directory / pointer.read_text(encoding="utf-8").strip()
+        if not _STEP.fullmatch(folder.name) or not (folder / "meta.json").is_file():
+            raise LayoutError(
+                f"{pointer}: names {folder.name!r}, which is no checkpoint; there are: {_listed(directory)}"
+            )
+        return folder
+    folder = directory / f"step-{step:08d}"
+    if not (folder / "meta.json").is_file():
+        raise LayoutError(f"{directory}: has no checkpoint of step {step}; there are: {_listed(directory)}")
+    return folder
+
+
+def _listed(directory: Path) -> str:
+    folders = _steps(directory) if directory.is_dir() else []
+    return ", ".join(sorted(folder.name for folder in folders)) or "none"
+
+
+# -- loading -----------------------------------------------------------------------------------------------
+
+
+def _room(tensors: Mapping[str, Tensor], stored: Metadata) -> dict[str, Tensor]:
+    """The model's tensors under their stored keys, if the checkpoint has exactly these, in these shapes."""
+    room = {f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}
+    shapes = _stored_shapes(stored, _MODEL)
+    missing, unused = room.keys() - shapes.keys(), shapes.keys() - room.keys()
+    wrong = {
+        f"{key} is {shapes[key]}, the model's is {tuple(room[key].shape)}"
+        for key in room.keys() & shapes.keys()
+        if shapes[key] != tuple(room[key].shape)
+    }
+    found = {"not in the checkpoint": missing, "not in the model": unused, "shapes differ": wrong}
+    problems = [f"{what}: {some(set(names))}" for what, names in found.items() if names]
+    if problems:
+        raise LayoutError("the checkpoint does not fit the model; " + "; ".join(problems))
+    return room
+
+
+def _refuse_unused(folder: Path, room: Mapping[str, Tensor], stored: Metadata) -> None:
+    unused = _stored_shapes(stored, PREFIX).keys() - room.keys()
+    if unused:
+        raise LayoutError(f"{folder}: optimizer state that nothing uses: {some(set(unused))}")
+
+
+def _stored_shapes(stored: Metadata, prefix: str) -> dict[str, tuple[int, ...]]:
+    return {
+        key: tuple(item.size)
+        for key, item in stored.state_dict_metadata.items()
+        if key.startswith(prefix) and isinstance(item, TensorStorageMetadata)
+    }

@@ -1,0 +1,416 @@
+"""`save_checkpoint` and `load_checkpoint`: bit-identical under other layouts, and never half there."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_layout import load_checkpoint, save_checkpoint
+from moe_core.testing import RankFailed, run_ranks
+
+E, F, D, T = 5, 3, 4, 6
+
+
+class Model(nn.Module):
+    """Two dense layers, a stack of experts, an fp32 buffer, and a parameter that never gets a gradient."""
+
+    def __init__(self, experts=E):
+        super().__init__()
+        g = torch.Generator().manual_seed(3)
+        self.dense = nn.Linear(D, D)
+        self.experts = nn.Module()
+        self.experts.up_proj = nn.Parameter(torch.randn(experts, F, D, generator=g))
+        self.experts.down_proj = nn.Parameter(torch.randn(experts, D, F, generator=g))
+        self.unused = nn.Parameter(torch.randn(2, D, generator=g))
+        self.register_buffer("bias", torch.randn(experts, generator=g))
+        with torch.no_grad():
+            for parameter in self.dense.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=g))
+
+
+def sharded(layout, experts=E):
+    """The same model: "plain", "fsdp" over all ranks, "ep" (2) carved out of FSDP, "hsdp"."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Shard
+
+    model, ranks = Model(experts), dist.get_world_size()
+    if layout == "plain":
+        return model
+    if layout == "hsdp":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("r", "s")))
+    if layout == "fsdp":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp_shard_mod_ep", "ep"))
+    for name, p in list(model.experts.named_parameters()):
+        local = p.detach().chunk(2)[mesh.get_local_rank("ep")].clone()
+        stack = DTensor.from_local(local, mesh["ep"], (Shard(0),), shape=p.shape, stride=p.stride())
+        model.experts.register_parameter(name, nn.Parameter(stack))
+    if ranks > 2:
+        fully_shard(model.experts, mesh=mesh["dp_shard_mod_ep"])
+    return fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)), ignored_params=set(model.experts.parameters()))
+
+
+def gradient_of(name, shape, step):
+    g = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
+    return torch.randn(shape, generator=g)
+
+
+def train(model, optimizer, scheduler, steps):
+    """AdamW steps on gradients that depend on name and step alone, so every layout has the same history."""
+    from torch.distributed.tensor import DTensor
+
+    for step in steps:
+        for name, p in model.named_parameters():
+            if name == "unused":
+                continue
+            full = gradient_of(name, p.shape, step)
+            if isinstance(p, DTensor):
+                from ckpt_layout._region import held_region
+
+                mesh = p.device_mesh
+                runs = held_region(p.shape, mesh.shape, mesh.get_coordinate(), p.placements)
+                for dim, held in enumerate(runs):
+                    full = full.index_select(dim, torch.tensor([i for run in held for i in run], dtype=torch.int64))
+                p.grad = DTensor.from_local(full, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            else:
+                p.grad = full
+        optimizer.step()
+        scheduler.step()
+
+
+def optimizers(model):
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.9, 0.95),
+        foreach=False,
+    )
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def full_state(model, optimizer):
+    """Everything, put together from the shards by torch."""
+    from torch.distributed.tensor import DTensor
+
+    def full(value):
+        return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+    names = {id(p): name for name, p in model.named_parameters()}
+    state = {name: full(value) for name, value in model.state_dict().items()}
+    for p, values in optimizer.state.items():
+        state |= {f"{names[id(p)]}/{key}": full(value) for key, value in values.items()}
+    return state, [group["lr"] for group in optimizer.param_groups]
+
+
+def save_run(layout, directory, experts=E):
+    model = sharded(layout, experts)
+    optimizer, scheduler = optimizers(model)
+    train(model, optimizer, scheduler, range(3))
+    from ckpt_layout import save_checkpoint
+
+    save_checkpoint(directory, 3, model=model, optimizer=optimizer, scheduler=scheduler, state={"seen": [1, 2.5]})
+    after = full_state(model, optimizer)
+    train(model, optimizer, scheduler, range(3, 4))
+    return after, full_state(model, optimizer)
+
+
+def load_run(layout, directory, experts=E):
+    from ckpt_layout import load_checkpoint
+
+    model = sharded(layout, experts)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(float("nan"))
+    optimizer, scheduler = optimizers(model)
+    state = load_checkpoint(directory, model=model, optimizer=optimizer, scheduler=scheduler)
+    loaded = full_state(model, optimizer)
+    train(model, optimizer, scheduler, range(3, 4))
+    return state, loaded, full_state(model, optimizer)
+
+
+def assert_same(mine, want):
+    (tensors, rates), (others, other_rates) = mine, want
+    assert set(tensors) == set(others)
+    for name, value in others.items():
+        assert torch.equal(tensors[name], value), name
+    assert rates == other_rates
+
+
+@pytest.mark.parametrize("experts", [5, 10])
+def test_any_layout_loads_what_another_saved_bit_by_bit(tmp_path, experts):
+    (first, first_next), *_ = run_ranks(save_run, 1, "plain", tmp_path / "1", experts)
+    assert "experts.up_proj/exp_avg" in first[0]
+    assert not any(name.startswith("unused/") for name in first[0])
+    assert first[0]["dense.weight/step"] == 3
+    for layout, ranks in (("ep", 2), ("ep", 4), ("fsdp", 4), ("hsdp", 4)):
+        for state, loaded, after in run_ranks(load_run, ranks, layout, tmp_path / "1", experts):
+            assert state == {"seen": [1, 2.5], "step": 3}
+            assert_same(loaded, first)
+            assert_same(after, first_next)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("ep", 4), ("ep", 2), ("fsdp", 3)])
+def test_sharded_runs_load_in_one_process_and_elsewhere(tmp_path, layout, ranks):
+    want = run_ranks(save_run, 1, "plain", tmp_path / "plain")[0]
+    saved = run_ranks(save_run, ranks, layout, tmp_path / "sharded")
+    for after, later in saved:
+        assert_same(after, want[0])
+        assert_same(later, want[1])
+    for target, size in (("plain", 1), ("fsdp", 4)):
+        for _, loaded, after in run_ranks(load_run, size, target, tmp_path / "sharded"):
+            assert_same(loaded, want[0])
+            assert_same(after, want[1])
+
+
+# -- in one process ----------------------------------------------------------------------------------------
+
+
+def trained(steps):
+    model = Model()
+    optimizer, scheduler = optimizers(model)
+    train(model, optimizer, scheduler, range(steps))
+    return model, optimizer, scheduler
+
+
+def test_no_checkpoint_is_none_and_a_missing_step_is_an_error(tmp_path):
+    model, optimizer, _ = trained(1)
+    assert load_checkpoint(tmp_path / "nowhere", model=model) is None
+    with pytest.raises(ValueError, match="has no checkpoint of step 7; there are: none"):
+        load_checkpoint(tmp_path, model=model, step=7)
+    save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="there are: step-00000001"):
+        load_checkpoint(tmp_path, model=model, step=7)
+
+
+def test_gradients_that_are_still_there_change_nothing(tmp_path):
+    model, optimizer, scheduler = trained(2)
+    assert model.dense.weight.grad is not None
+    save_checkpoint(tmp_path, 2, model=model, optimizer=optimizer, scheduler=scheduler)
+    want = full_state(model, optimizer)
+    other, other_optimizer, other_scheduler = trained(0)
+    load_checkpoint(tmp_path, model=other, optimizer=other_optimizer, scheduler=other_scheduler)
+    assert_same(full_state(other, other_optimizer), want)
+
+
+def test_an_optimizer_that_never_stepped_comes_back_so(tmp_path):
+    model, optimizer, scheduler = trained(0)
+    save_checkpoint(tmp_path, 0, model=model, optimizer=optimizer, scheduler=scheduler)
+    other, other_optimizer, other_scheduler = trained(2)
+    load_checkpoint(tmp_path, model=other, optimizer=other_optimizer, scheduler=other_scheduler)
+    assert not other_optimizer.state
+    train(model, optimizer, scheduler, range(1))
+    train(other, other_optimizer, other_scheduler, range(1))
+    assert_same(full_state(other, other_optimizer), full_state(model, optimizer))
+
+
+def test_random_generators_go_on_where_they_were(tmp_path):
+    import random
+
+    save_checkpoint(tmp_path, 1, model=Model())
+    want = torch.rand(3), random.random()
+    load_checkpoint(tmp_path, model=Model())
+    assert torch.equal(torch.rand(3), want[0])
+    assert random.random() == want[1]
+
+
+def test_momentum_and_settings_of_other_optimizers(tmp_path):
+    def made():
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 2])
+
+    model, optimizer, scheduler = made()
+    train(model, optimizer, scheduler, range(2))
+    save_checkpoint(tmp_path, 2, model=model, optimizer=optimizer, scheduler=scheduler)
+    other, other_optimizer, other_scheduler = made()
+    load_checkpoint(tmp_path, model=other, optimizer=other_optimizer, scheduler=other_scheduler)
+    assert other_scheduler.state_dict() == scheduler.state_dict()
+    for trainee in ((model, optimizer, scheduler), (other, other_optimizer, other_scheduler)):
+        train(*trainee, range(2, 4))
+    assert torch.equal(other.dense.weight, model.dense.weight)
+    assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_what_lies_in_the_folder(tmp_path):
+    path = save_checkpoint(tmp_path, 12, model=Model(), state={"a": 1}, config_toml="[run]\nsteps = 3\n")
+    assert path == tmp_path / "step-00000012"
+    assert (tmp_path / "latest").read_text() == "step-00000012\n"
+    assert (path / "config.toml").read_text() == "[run]\nsteps = 3\n"
+    meta = json.loads((path / "meta.json").read_text())
+    assert (meta["step"], meta["world_size"], meta["state"]) == (12, 1, {"a": 1})
+    assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_only_the_last_ones_are_kept(tmp_path):
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, step, model=Model(), keep_last=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000004"]
+    save_checkpoint(tmp_path, 2, model=Model(), keep_last=2)  # after going back
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000002", "step-00000004"]
+    assert load_checkpoint(tmp_path, model=Model())["step"] == 2
+    assert load_checkpoint(tmp_path, model=Model(), step=4)["step"] == 4
+
+
+def test_a_step_can_be_saved_again(tmp_path):
+    model = Model()
+    save_checkpoint(tmp_path, 1, model=model)
+    with torch.no_grad():
+        model.bias += 1
+    save_checkpoint(tmp_path, 1, model=model)
+    other = Model()
+    load_checkpoint(tmp_path, model=other)
+    assert torch.equal(other.bias, model.bias)
+
+
+class Wider(Model):
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (Model, Wider, "not in the checkpoint: model/extra"),
+        (Wider, Model, "not in the model: model/extra"),
+        (Model, lambda: Model(experts=6), r"shapes differ: .*model/bias is \(5,\), the model's is \(6,\)"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_unchanged(tmp_path, saved, loaded, message):
+    save_checkpoint(tmp_path, 1, model=saved())
+    model = loaded()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(tmp_path, model=model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_an_optimizer_that_does_not_fit_is_refused(tmp_path):
+    model, optimizer, scheduler = trained(1)
+    save_checkpoint(tmp_path / "a", 1, model=model, optimizer=optimizer, scheduler=scheduler)
+    with pytest.raises(ValueError, match="the checkpoint has 2 parameter groups, the optimizer 1"):
+        load_checkpoint(tmp_path / "a", model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    save_checkpoint(tmp_path / "b", 1, model=model)
+    with pytest.raises(ValueError, match="holds no optimizer"):
+        load_checkpoint(tmp_path / "b", model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="not in the model: build the optimizer after"):
+        save_checkpoint(tmp_path / "c", 1, model=Model(), optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": -1}, "step = -1"),
+        ({"keep_last": 0}, "keep_last = 0"),
+        ({"state": {"x": torch.zeros(1)}}, "state must be what JSON can hold"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_written(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        save_checkpoint(tmp_path, **{"step": 1, "model": Model(), **options})
+    assert not list(tmp_path.iterdir())
+
+
+# -- interrupted -------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_in_a_save_leaves_the_last_good_checkpoint(tmp_path):
+    (saved, _), *_ = run_ranks(save_run, 2, "fsdp", tmp_path)
+
+    def killed(directory):
+        import os
+        import signal
+
+        import torch.distributed as dist
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        from ckpt_layout import save_checkpoint
+
+        model = sharded("fsdp")
+
+        def die(self, plan, planner):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if dist.get_rank() == 1:
+            FileSystemWriter.write_data = die
+        save_checkpoint(directory, 4, model=model)
+
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        run_ranks(killed, 2, tmp_path, timeout=30)
+    assert (tmp_path / "latest").read_text() == "step-00000003\n"
+    assert not (tmp_path / "step-00000004").exists()
+    for state, loaded, _ in run_ranks(load_run, 2, "fsdp", tmp_path):
+        assert state["step"] == 3
+        assert_same(loaded, saved)
+
+
+def test_a_rank_that_fails_in_a_save_fails_it_for_all(tmp_path):
+    def failing(directory):
+        import torch.distributed as dist
+
+        from ckpt_layout import _checkpoint, save_checkpoint
+
+        model = sharded("fsdp")
+        save_checkpoint(directory, 1, model=model)
+        original = _checkpoint.capture_rng
+
+        def full_disk(device_type):
+            raise OSError(28, "No space left on device")
+
+        if dist.get_rank() == 1:
+            _checkpoint.capture_rng = full_disk
+        try:
+            save_checkpoint(directory, 2, model=model)
+        except Exception as error:
+            return type(error).__name__, str(error)
+        finally:
+            _checkpoint.capture_rng = original
+
+    first, second = run_ranks(failing, 2, tmp_path)
+    assert first[0] == "PeerError"
+    assert "rank 1: OSError" in first[1]
+    assert second[0] == "OSError"
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"
+
+
+def test_state_on_some_ranks_only_is_named(tmp_path):
+    def uneven(directory):
+        import torch.distributed as dist
+
+        from ckpt_layout import save_checkpoint
+
+        model = Model()
+        optimizer, scheduler = optimizers(model)
+        train(model, optimizer, scheduler, range(1))
+        if dist.get_rank() == 1:
+            del optimizer.state[model.dense.weight]
+        try:
+            save_checkpoint(directory, 1, model=model, optimizer=optimizer)
+        except ValueError as error:
+            return str(error)
+
+    for message in run_ranks(uneven, 2, tmp_path):
+        assert "only some ranks hold optimizer/dense.weight/exp_avg" in message
+
+
+def test_the_component_saves_and_loads_a_run(tmp_path):
+    from types import SimpleNamespace
+
+    from ckpt_layout._plugin import DcpConfig, build_dcp
+
+    model, optimizer, scheduler = trained(1)
+    config = SimpleNamespace(run=SimpleNamespace(output_dir=str(tmp_path)), to_toml=lambda: "[run]\n")
+    run = SimpleNamespace(config=config, model=model, optimizer=optimizer, scheduler=scheduler)
+    checkpointer = build_dcp(DcpConfig(), run)
+    assert checkpointer.load(run) is None
+    path = checkpointer.save(run, 1, {"x": 2})
+    assert path == tmp_path / "checkpoints" / "step-00000001"
+    assert (path / "config.toml").read_text() == "[run]\n"
+    assert checkpointer.load(run) == {"x": 2, "step": 1}
