@@ -140,7 +140,7 @@ def test_a_hugging_face_config_of_another_architecture_is_refused(change, words)
 
 
 def test_a_size_that_is_missing_is_an_error():
-    with pytest.raises(NemotronNanoConfigError, match="n_groups.*missing"):
+    with pytest.raises(NemotronNanoConfigError, match=r"n_groups.*missing"):
         NemotronNanoConfig.from_hf({key: value for key, value in HUB.items() if key != "n_groups"})
 
 

@@ -45,7 +45,7 @@ def make_everything_matter(model: NemotronNano, seed: int = 0) -> None:
 
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if name.endswith("norm.weight") or name.endswith("norm_f.weight"):
+            if name.endswith(("norm.weight", "norm_f.weight")):
                 uniform(tensor, 0.5, 1.5)
             elif name.endswith("conv1d.weight"):
                 normal(tensor, 0.5)

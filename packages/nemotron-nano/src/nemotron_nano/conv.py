@@ -39,10 +39,10 @@ class _CausalConvSilu(torch.autograd.Function):
     def forward(ctx: Any, padded: Tensor, weight: Tensor, bias: Tensor, segments: Tensor | None) -> Tensor:
         kernel = weight.shape[1]
         length = padded.shape[1] - kernel + 1
-        pre = bias.expand(padded.shape[0], length, -1)
+        pre = bias.repeat(padded.shape[0], length, 1)
         for tap, seen in enumerate(_seen(segments, kernel)):
             window = padded[:, tap : tap + length]
-            pre = torch.addcmul(pre, window if seen is None else window * seen, weight[:, tap])
+            pre.addcmul_(window if seen is None else window * seen, weight[:, tap])
         ctx.save_for_backward(padded, weight, pre, segments)
         return F.silu(pre)
 

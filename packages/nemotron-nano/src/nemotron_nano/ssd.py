@@ -5,7 +5,7 @@ For each head, with a scalar decay `exp(delta_t A)` and the state `S [P, N]`:
     S_t = exp(delta_t A) S_{t-1} + delta_t u_t (x) B_t,        y_t = S_t C_t
 
 Letters: b sequences, S tokens, H heads of P channels, G groups of R = H / G heads that share B and C,
-N state size, L tokens in a chunk, c chunks. Source: Dao and Gu, "Transformers are SSMs" (2024), section 6.
+N state size, c chunks of L tokens, n = c*b. Source: Dao and Gu, "Transformers are SSMs" (2024), section 6.
 """
 
 from typing import Any, NamedTuple
@@ -46,18 +46,19 @@ def ssd_scan(
         y [b, S, H, P] and the state [b, H, P, N], in fp32 (fp64 for fp64 input), without the skip term `D u`.
     """
     dtype = torch.promote_types(u.dtype, torch.float32)
-    tokens, length = u.shape[1], min(chunk_size, u.shape[1])
+    batch, tokens = u.shape[:2]
+    length = min(chunk_size, tokens)
     delta = delta.to(dtype)
-    x = _into_chunks(u.to(dtype) * delta.unsqueeze(-1), length).movedim(2, -2).contiguous()  # [b, c, H, L, P]
-    log_decay = _into_chunks(delta * A.to(dtype), length).movedim(2, -1)  # [b, c, H, L]
-    B = _into_chunks(B.to(dtype), length).movedim(2, -2).contiguous()  # [b, c, G, L, N]
-    C = _into_chunks(C.to(dtype), length).movedim(2, -2).contiguous()
+    x = _into_chunks(u.to(dtype) * delta.unsqueeze(-1), length)
+    log_decay = _into_chunks(delta * A.to(dtype), length)
+    B, C = _into_chunks(B.to(dtype), length), _into_chunks(C.to(dtype), length)
     reach = _reach(segments, length)
 
     added, from_start = _chunk_states(x, log_decay, B, reach)
-    at_start, final = _pass_states_on(added, from_start[..., -1], initial_state)
-    y = _WithinChunks.apply(x, log_decay, B, C, reach.within) + _from_before(C, at_start) * from_start.unsqueeze(-1)
-    return y.movedim(-2, 2).flatten(1, 2)[:, :tokens], final
+    at_start, final = _pass_states_on(added, from_start[..., -1], initial_state, batch)
+    y = _WithinChunks.apply(x, log_decay, B, C, reach.within)
+    y = torch.addcmul(y, _from_before(C, at_start), from_start.unsqueeze(-1))
+    return _out_of_chunks(y, batch)[:, :tokens], final
 
 
 def ssd_step(state: Tensor, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,65 +76,65 @@ class _Reach(NamedTuple):
     """Which tokens see which, 1 or 0, for a sequence of several segments; all None for a single one."""
 
     within: Tensor | None
-    """[b, c, 1, L, L]: tokens t, s of a chunk are in one segment."""
+    """[n, 1, L, L]: tokens t, s of a chunk are in one segment."""
     from_start: Tensor | None
-    """[b, c, 1, L]: token t is in the segment that the chunk before ends with."""
+    """[n, 1, L]: token t is in the segment that the chunk before ends with."""
     to_end: Tensor | None
-    """[b, c, 1, L]: token s is in the segment that this chunk ends with."""
+    """[n, 1, L]: token s is in the segment that this chunk ends with."""
 
 
 def _reach(segments: Tensor | None, length: int) -> _Reach:
     if segments is None:
         return _Reach(None, None, None)
-    last = segments[:, -1:].expand(-1, -segments.shape[1] % length)  # padding continues the last segment
-    chunks = torch.cat([segments, last], dim=1).unflatten(1, (-1, length))
-    before = torch.cat([chunks[:, :1, 0], chunks[:, :-1, -1]], dim=1)
+    batch, padding = segments.shape[0], -segments.shape[1] % length
+    padded = torch.cat([segments, segments[:, -1:].expand(-1, padding)], dim=1)  # continues the last segment
+    before = torch.cat([segments[:, :1], padded[:, length - 1 : -1 : length]], dim=1)  # where each chunk begins
+    chunks, before = padded.view(batch, -1, length).transpose(0, 1).flatten(0, 1), before.t().reshape(-1, 1)
     within = chunks.unsqueeze(-1) == chunks.unsqueeze(-2)
-    from_start = chunks == before.unsqueeze(-1)
-    to_end = chunks == chunks[..., -1:]
-    return _Reach(within.unsqueeze(2), from_start.unsqueeze(2), to_end.unsqueeze(2))
+    return _Reach(within.unsqueeze(1), (chunks == before).unsqueeze(1), (chunks == chunks[:, -1:]).unsqueeze(1))
 
 
 def _into_chunks(x: Tensor, length: int) -> Tensor:
-    """[b, S, ...] -> [b, c, L, ...]; zeros at the end change nothing (delta = 0: no decay, no input)."""
+    """[b, S, X, ...] -> [n, X, L, ...] with n = c*b, chunk by chunk.
+
+    Zeros fill the last chunk and change nothing there: with delta = 0 nothing decays and nothing is added.
+    """
     if padding := -x.shape[1] % length:
         x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
-    return x.unflatten(1, (-1, length))
+    return x.unflatten(1, (-1, length)).transpose(0, 1).transpose(2, 3).flatten(0, 1).contiguous()
+
+
+def _out_of_chunks(y: Tensor, batch: int) -> Tensor:
+    """[n, H, L, P] -> [b, c*L, H, P]."""
+    return y.unflatten(0, (-1, batch)).transpose(0, 1).transpose(2, 3).flatten(1, 2)
 
 
 def _chunk_states(x: Tensor, log_decay: Tensor, B: Tensor, reach: _Reach) -> tuple[Tensor, Tensor]:
-    """What each chunk adds to the state at its end [b, c, H, P, N], and the decay from its start to each t."""
+    """What each chunk adds to the state at its end [n, H, P, N], and the decay from its start to each t [n, H, L]."""
     # summed from the end, without the token itself; a difference of sums would lose what is small
     to_end = F.pad(log_decay[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).exp()
     from_start = log_decay.cumsum(-1).exp()
     if reach.from_start is not None and reach.to_end is not None:
         from_start, to_end = from_start * reach.from_start, to_end * reach.to_end
-    heads, channels = x.shape[2], x.shape[-1]
-    weighted = (x * to_end.unsqueeze(-1)).movedim(-2, -1)  # [b, c, H, P, L]
-    added = weighted.reshape(*B.shape[:3], -1, B.shape[-2]) @ B  # [b, c, G, R*P, N]
-    return added.view(*B.shape[:2], heads, channels, -1), from_start
+    weighted = (x * to_end.unsqueeze(-1)).transpose(-1, -2)  # [n, H, P, L]
+    added = weighted.reshape(*B.shape[:2], -1, B.shape[2]) @ B  # [n, G, R*P, N]
+    return added.view(*weighted.shape[:3], -1), from_start
 
 
-def _pass_states_on(added: Tensor, decay: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The state before each chunk [b, c, H, P, N], and after the last one; `decay` [b, c, H] over a chunk."""
-    state = torch.zeros_like(added[:, 0]) if initial is None else initial.to(added.dtype)
+def _pass_states_on(added: Tensor, decay: Tensor, initial: Tensor | None, batch: int) -> tuple[Tensor, Tensor]:
+    """The state before each chunk [n, H, P, N], and after the last [b, H, P, N]; `decay` [n, H] is a chunk's whole."""
+    state = torch.zeros_like(added[:batch]) if initial is None else initial.to(added.dtype)
     before = []
-    for new, kept in zip(added.unbind(1), decay[..., None, None].unbind(1), strict=True):
+    for new, kept in zip(added.split(batch), decay[..., None, None].split(batch), strict=True):
         before.append(state)
         state = torch.addcmul(new, state, kept)
-    return torch.stack(before, dim=1), state
+    return torch.cat(before), state
 
 
 def _from_before(C: Tensor, states: Tensor) -> Tensor:
-    """What the state before a chunk gives to each of its tokens, not decayed yet: [b, c, H, L, P]."""
-    batch, chunks, groups, length, _ = C.shape
-    heads, channels = states.shape[2:4]
-    carried = C @ states.reshape(batch, chunks, groups, -1, states.shape[-1]).transpose(-1, -2)  # [.., L, R*P]
-    return carried.unflatten(-1, (-1, channels)).movedim(-2, 3).reshape(batch, chunks, heads, length, channels)
-
-
-_SMALLEST = -87.0
-"""Exponents below are raised to it: e^-87 is the last power that is a normal number in fp32, and fast."""
+    """What the state before a chunk gives to each of its tokens, not decayed yet: [n, H, L, P]."""
+    carried = C @ states.reshape(*C.shape[:2], -1, C.shape[-1]).transpose(-1, -2)  # [n, G, L, R*P]
+    return carried.unflatten(-1, (-1, states.shape[2])).transpose(2, 3).flatten(1, 2)
 
 
 class _WithinChunks(torch.autograd.Function):
@@ -146,7 +147,11 @@ class _WithinChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, within: Tensor | None) -> Tensor:
-        y = _mixing(log_decay, B, C, within)[0] @ x
+        y = torch.empty_like(x)
+        for part in _parts(x):
+            mixing = _decay(log_decay[part])
+            _by_group(mixing, B).mul_(_scores(B[part], C[part], _of(within, part)).unsqueeze(2))
+            y[part] = mixing @ x[part]
         ctx.save_for_backward(x, log_decay, B, C, within, y)
         return y
 
@@ -155,21 +160,45 @@ class _WithinChunks(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, log_decay, B, C, within, y = ctx.saved_tensors
         dy = dy.contiguous()
-        mixing, decay = _mixing(log_decay, B, C, within)
-        dx = mixing.transpose(-1, -2) @ dy
-        of_sum = (dy * y).sum(-1) - (x * dx).sum(-1)  # [b, c, H, L], by the running sum of log_decay
-        d_log_decay = of_sum.flip(-1).cumsum(-1).flip(-1)
-        d_scores = (dy @ x.transpose(-1, -2)).mul_(decay).unflatten(2, (B.shape[2], -1)).sum(3)
-        d_scores = _causal(d_scores, within)
-        return dx, d_log_decay, d_scores.transpose(-1, -2) @ C, d_scores @ B, None
+        dx, dB, dC = torch.empty_like(x), torch.empty_like(B), torch.empty_like(C)
+        for part in _parts(x):
+            decay, scores = _decay(log_decay[part]), _scores(B[part], C[part], _of(within, part))
+            d_mixing = (dy[part] @ x[part].transpose(-1, -2)).mul_(decay)
+            d_scores = _causal(_by_group(d_mixing, B).sum(2), _of(within, part))
+            dB[part], dC[part] = d_scores.transpose(-1, -2) @ C[part], d_scores @ B[part]
+            mixing = decay
+            _by_group(mixing, B).mul_(scores.unsqueeze(2))
+            dx[part] = mixing.transpose(-1, -2) @ dy[part]
+        of_sum = (dy * y).sum(-1) - (x * dx).sum(-1)  # [n, H, L], by the running sum of log_decay
+        return dx, of_sum.flip(-1).cumsum(-1).flip(-1), dB, dC, None
 
 
-def _mixing(log_decay: Tensor, B: Tensor, C: Tensor, within: Tensor | None) -> tuple[Tensor, Tensor]:
-    """M and its factor decay(s, t), both [b, c, H, L, L]; above the diagonal M is 0 and decay at most 1."""
-    decay = _differences(log_decay).clamp_(_SMALLEST, 0).exp_()
-    scores = _causal(C @ B.transpose(-1, -2), within)  # [b, c, G, L, L]
-    by_group = decay.unflatten(2, (scores.shape[2], -1))
-    return (scores.unsqueeze(3) * by_group).flatten(2, 3), decay
+_CACHED = 1 << 18
+"""Numbers that a CPU works on at a time: matrices of [L, L] are slow once they leave its cache."""
+
+_SMALLEST = -87.0
+"""Exponents below are raised to it: e^-87 is the last power that is a normal number in fp32, and fast."""
+
+
+def _parts(x: Tensor) -> list[slice]:
+    """The chunks [n, H, L, P], a few at a time on a CPU, elsewhere all at once."""
+    n, heads, length, _ = x.shape
+    step = max(1, _CACHED // (heads * length * length)) if x.device.type == "cpu" else n
+    return [slice(start, start + step) for start in range(0, n, step)]
+
+
+def _of(within: Tensor | None, part: slice) -> Tensor | None:
+    return None if within is None else within[part]
+
+
+def _by_group(by_head: Tensor, B: Tensor) -> Tensor:
+    """[n, H, ...] -> [n, G, R, ...], a view."""
+    return by_head.unflatten(1, (B.shape[1], -1))
+
+
+def _scores(B: Tensor, C: Tensor, within: Tensor | None) -> Tensor:
+    """C_t . B_s where s <= t and both are in one segment, else 0: [n, G, L, L]."""
+    return _causal(C @ B.transpose(-1, -2), within)
 
 
 def _causal(scores: Tensor, within: Tensor | None) -> Tensor:
@@ -177,12 +206,13 @@ def _causal(scores: Tensor, within: Tensor | None) -> Tensor:
     return scores if within is None else scores.mul_(within)
 
 
-def _differences(log_decay: Tensor) -> Tensor:
-    """sum of log_decay over s < r <= t, for all t, s of a chunk [..., L, L].
+def _decay(log_decay: Tensor) -> Tensor:
+    """exp of the sum of log_decay over s < r <= t, for all t, s of a chunk: [n, H, L, L]; at most 1 where s > t.
 
-    A difference of running sums, which may be large where it is small, so each sum is kept as two numbers.
+    The sum is a difference of running sums, which may be large where it is small, so each is kept as two numbers.
     """
     exact = log_decay.double().cumsum(-1)
     high = exact.to(log_decay.dtype)
     low = (exact - high).to(log_decay.dtype)
-    return (high.unsqueeze(-1) - high.unsqueeze(-2)).add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
+    difference = (high.unsqueeze(-1) - high.unsqueeze(-2)).add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2))
+    return difference.clamp_(_SMALLEST, 0).exp_()
