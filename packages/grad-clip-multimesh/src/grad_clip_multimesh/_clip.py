@@ -1,0 +1,141 @@
+"""torch.nn.utils' three functions, for gradients on any mix of meshes."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from grad_clip_multimesh._groups import Group, Groups
+from grad_clip_multimesh._norm import LocalTo, find_piece, total_norm
+
+_EPSILON = 1e-6
+"""torch's: keeps the factor finite where the norm is 0."""
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float | None,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    local_to: LocalTo | None = None,
+    pipeline_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scale the gradients in place so that their norm over all ranks is at most `max_norm`.
+
+    Does what `torch.nn.utils.clip_grad_norm_` does, and also takes parameters that are DTensors on several
+    meshes (FSDP and HSDP, experts on a mesh of their own), plain tensors among them, empty shards, and
+    gradients that are None on some ranks. Collective: every rank that holds a part of one of the parameters
+    calls it with the same parameters in the same order. A parameter that is replicated counts once.
+
+    At most one all-reduce for each distinct group of ranks; no other transfer to the host than the one that
+    `error_if_nonfinite` needs.
+
+    Args:
+        parameters: an iterable of parameters, or one; those whose gradient is None everywhere count as 0.
+        max_norm: the largest norm that gradients are left with; None: nothing is scaled.
+        norm_type: p of the norm, more than 0, up to `math.inf`.
+        error_if_nonfinite: raise if the norm is NaN or infinite, on all ranks, before anything is scaled.
+        foreach: False takes tensors one by one, which needs less memory at a time.
+        local_to: plain parameters that differ from rank to rank of a mesh, e.g. experts of this rank, with
+            that mesh. Other plain parameters are taken to be the same on all ranks.
+        pipeline_group: ranks that hold other layers; the norm is taken over theirs too.
+
+    Returns:
+        The norm before clipping: [] fp32 (fp64 if a gradient is), plain, equal on all ranks.
+
+    Raises:
+        ValueError: `norm_type` is not above 0.
+        RuntimeError: see `error_if_nonfinite`.
+    """
+    owners = _listed(parameters)
+    gradients = [owner.grad for owner in owners]
+    norm = _checked_norm(owners, gradients, norm_type, error_if_nonfinite, foreach, local_to, pipeline_group)
+    if max_norm is not None:
+        clip_grads_with_norm_(owners, max_norm, norm, foreach)
+    return norm
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    local_to: LocalTo | None = None,
+    pipeline_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The norm of these tensors over all ranks, as if they were one vector; see `clip_grad_norm_`.
+
+    Every rank passes tensors with the same placements in the same order: unlike `clip_grad_norm_` it cannot
+    know of one that is missing on some ranks.
+    """
+    owners = _listed(tensors)
+    return _checked_norm(owners, owners, norm_type, error_if_nonfinite, foreach, local_to, pipeline_group)
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
+) -> None:
+    """Multiply the gradients in place by `max_norm / (total_norm + 1e-6)`, where that is below 1.
+
+    No communication: `total_norm` is the norm over all ranks, as `get_total_norm` returns it. A NaN or
+    infinite norm scales like any other, on all ranks alike.
+    """
+    if isinstance(total_norm, DTensor):
+        total_norm = total_norm.full_tensor()
+    factor = torch.clamp(float(max_norm) / (total_norm + _EPSILON), max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for parameter in _listed(parameters):
+        if (gradient := parameter.grad) is not None:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            alike[local.device, local.dtype].append(local)
+    for (device, _), gradients in alike.items():
+        if foreach is False:
+            for gradient in gradients:
+                gradient.mul_(factor.to(device))
+        else:
+            torch._foreach_mul_(gradients, factor.to(device))
+
+
+def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _checked_norm(
+    owners: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+    local_to: LocalTo | None,
+    pipeline_group: dist.ProcessGroup | None,
+) -> Tensor:
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type = {norm_type}: must be above 0; math.inf is the largest absolute value")
+    groups = Groups()
+    pieces = [find_piece(o, g, groups, local_to or {}) for o, g in zip(owners, gradients, strict=True)]
+    norm = total_norm(
+        pieces,
+        norm_type,
+        groups,
+        foreach,
+        None if pipeline_group is None else Group(pipeline_group, None),
+        # both from the parameters, which all ranks have: what is reduced must be alike
+        device=owners[0].device if owners else torch.device("cpu"),
+        dtype=torch.float64 if any(owner.dtype == torch.float64 for owner in owners) else torch.float32,
+    )
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} over all gradients is {norm.item()}, so they cannot be clipped; "
+            "error_if_nonfinite=False scales them all the same"
+        )
+    return norm
