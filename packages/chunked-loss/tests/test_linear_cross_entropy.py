@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from chunked_loss import linear_cross_entropy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunked_loss import linear_cross_entropy
 
 T, D, V = 13, 7, 29
 

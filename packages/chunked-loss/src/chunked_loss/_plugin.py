@@ -59,7 +59,7 @@ class ChunkedCLMCrossEntropyConfig:
 class CompiledLossConfig:
     """Another loss, with its arithmetic under torch.compile."""
 
-    inner: Selected | None = component_field("loss")  # noqa: RUF009 - an attrs field
+    inner: Selected | None = component_field("loss")
     """The loss to compile, as a sub-table `[loss.inner]`."""
     backend: str = "inductor"
     """torch.compile's backend."""
