@@ -16,7 +16,7 @@ USER_ERROR = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(words)
+    options = _parse(words)
     try:
         return int(options.command(options, words))
     except Exception as error:
@@ -27,6 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 class UserError(ValueError):
     """A mistake in the command's words or paths, with its fix."""
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """argparse takes positional words in one run only; overrides may also stand behind the options."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(words)
+    unknown = [word for word in rest if word.startswith("-") or not hasattr(options, "words")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        options.words += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

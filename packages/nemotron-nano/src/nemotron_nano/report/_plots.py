@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from nemotron_nano.report.summary import RunRecord
 
 
+FP32_SPACING = 2.0**-23
+
+
 class MissingExtraError(ImportError):
     """An optional dependency is not installed."""
 
@@ -27,12 +30,15 @@ def plot_loss(runs: "Sequence[RunRecord]", path: Path) -> Path:
         if number:
             shared = [step for step in steps if step in first]
             away = [abs(loss - first[step]) for step, loss in zip(steps, losses, strict=True) if step in first]
-            bottom.semilogy(shared, [max(value, 1e-9) for value in away], color=line.get_color(), label=run.name)
+            bottom.plot(shared, away, color=line.get_color())
     top.set_ylabel("loss, nats per byte")
     top.legend()
     top.grid(alpha=0.3)
     bottom.set_ylabel(f"|loss - {runs[0].name}|")
     bottom.set_xlabel("step")
+    # linear up to the spacing of fp32 numbers at a loss of 1, so that equal losses stand at 0
+    bottom.set_yscale("symlog", linthresh=FP32_SPACING)
+    bottom.set_ylim(bottom=0)
     bottom.grid(alpha=0.3)
     if len(runs) == 1:
         bottom.remove()

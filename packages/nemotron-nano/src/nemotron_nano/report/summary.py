@@ -57,7 +57,7 @@ def report(folders: Sequence[Path]) -> None:
 
 def _table(runs: Sequence[RunRecord]) -> Table:
     table = Table("run", box=SIMPLE_HEAD)
-    for heading in ("steps", "last loss", "bits per byte", "single bytes", "tokens/s", "peak memory, MiB by rank"):
+    for heading in ("steps", "loss", "bits per byte", "single bytes", "tokens/s", "peak MiB"):
         table.add_column(heading, justify="right")
     for run in runs:
         last = run.steps[-1]

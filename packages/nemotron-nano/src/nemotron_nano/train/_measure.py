@@ -32,8 +32,9 @@ def sum_over_ranks(outputs: Sequence[LossOutput], dp_mesh: DeviceMesh, peak_memo
     rows = [[output.parts[name] for name in names] + [output.tokens] for output in outputs]
     mine = torch.stack([torch.stack([value.detach().double() for value in row]) for row in rows]).sum(0)
     mine = torch.cat([mine, mine.new_tensor([float(peak_memory)])])
-    everyone = mine.new_empty(dp_mesh.size(), len(mine))
-    dist.all_gather_into_tensor(everyone, mine, group=dp_mesh.get_group())
+    by_rank = [torch.empty_like(mine) for _ in range(dp_mesh.size())]
+    dist.all_gather(by_rank, mine, group=dp_mesh.get_group())
+    everyone = torch.stack(by_rank)
     *sums, tokens, _ = everyone.sum(0).tolist()
     memory = [int(value) for value in everyone[:, -1].tolist()]
     return Totals(int(tokens), dict(zip(names, sums, strict=True)), memory)

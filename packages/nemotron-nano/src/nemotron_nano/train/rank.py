@@ -28,8 +28,9 @@ def train_on_this_rank(config: Config, *, resume: bool) -> int:
     except Exception as error:
         if is_user_error(error):
             return _say_once(error, place, status=2)
-        print(f"nemotron-nano: rank {place.rank} of {place.world_size} failed:", file=sys.stderr)
-        traceback.print_exc()
+        # in one piece, since other ranks may print at the same time
+        who = f"nemotron-nano: rank {place.rank} of {place.world_size} failed:"
+        print(f"{who}\n{traceback.format_exc()}", file=sys.stderr)
         return 1
 
 
