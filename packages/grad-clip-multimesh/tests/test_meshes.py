@@ -50,7 +50,7 @@ def _gradients(dp_replicate, ep):
     add(random(7, 3), flat, [Shard(0)])
     add(random(2, 5), flat, [Shard(0)])  # rows for two ranks at most: empty shards
     add(random(4, 8) * 3, hsdp, [Replicate(), Shard(0)])
-    add(random(6, 5), experts, [Shard(0), Shard(0)])
+    add(random(8, 5), experts, [Shard(0), Shard(0)])
     add(random(10, 3), mesh, [Replicate(), Shard(0), Replicate()])
     add(random(3, 3) * 2)  # plain, the same on all ranks
     add(random(5, 4), flat, [Replicate()])
@@ -86,11 +86,12 @@ def _norms(dp_replicate, ep):
         assert torch.equal(norm, alone)
         assert type(norm) is torch.Tensor
         assert (norm.shape, norm.dtype) == ((), torch.float32)
-        worst = 0.0
-        for full, parameter in made:
+        worst = {}
+        for index, (full, parameter) in enumerate(made):
             clipped = getattr(parameter.grad, "full_tensor", lambda p=parameter: p.grad)().double()
             tolerance = 0.01 if parameter.dtype == torch.bfloat16 else 1e-6
-            worst = max(worst, ((clipped - full * 0.5 / expected).abs().max() / full.abs().max() / tolerance).item())
+            wanted = full * 0.5 / expected
+            worst[index] = ((clipped - wanted).abs().max() / wanted.abs().max() / tolerance).item()
         error = ((norm - expected).abs() / expected).item()
         results.append((norm.item(), error, worst, dict(collectives.calls), syncs.total))
     return results
@@ -106,7 +107,7 @@ def test_equal_to_one_norm_over_everything(world_size, dp_replicate, ep):
             value, error, worst, collectives, syncs = mine
             assert value == first[0], "ranks differ"
             assert error < 2e-6, norm_type
-            assert worst < 1.0, (norm_type, worst)
+            assert max(worst.values()) < 1.0, (norm_type, worst)
             assert syncs == 0
             assert set(collectives) <= {"allreduce"}
             # the groups of more than one rank: dp_shard, and dp_shard_mod_ep where it is another
@@ -129,7 +130,7 @@ def _torch_on_one_mesh():
         for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
             generator = torch.Generator().manual_seed(2)
             parameters = []
-            for shape in [(8, 3), (5, 7), (129, 2), (64, 4)]:
+            for shape in [(8, 3), (7, 7), (129, 2), (64, 4)]:
                 gradient = distribute_tensor(torch.randn(shape, generator=generator), flat, [Shard(0)])
                 parameters.append(nn.Parameter(torch.zeros_like(gradient)))
                 parameters[-1].grad = gradient

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grad_clip_multimesh._groups import Group, Groups
-from grad_clip_multimesh._norm import LocalTo, find_piece, total_norm
+from grad_clip_multimesh._norm import LocalTo, find_piece, on_device, total_norm
 
 _EPSILON = 1e-6
 """torch's: keeps the factor finite where the norm is 0."""
@@ -100,9 +100,9 @@ def clip_grads_with_norm_(
     for (device, _), gradients in alike.items():
         if foreach is False:
             for gradient in gradients:
-                gradient.mul_(factor.to(device))
+                gradient.mul_(on_device(factor, device))
         else:
-            torch._foreach_mul_(gradients, factor.to(device))
+            torch._foreach_mul_(gradients, on_device(factor, device))
 
 
 def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """Which process groups a tensor is divided over, so that each part of it is counted once."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,11 @@ def _ranks_along(mesh: DeviceMesh, axes: list[int]) -> Ranks:
     """The ranks that share this rank's coordinates in all axes but these, sorted."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
+    return _ranks_through(mesh, tuple(coordinate), tuple(axes))
+
+
+@functools.lru_cache(maxsize=256)
+def _ranks_through(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int, ...]) -> Ranks:
     ranks = mesh.mesh
     for axis in reversed(range(mesh.ndim)):
         if axis not in axes:

@@ -100,7 +100,7 @@ def _local_norms(
     for members in alike.values():
         values = _norm_each([tensor for _, tensor in members], norm_type, foreach)
         for (index, _), value in zip(members, values, strict=True):
-            norms[index] = value.to(device=device, dtype=dtype)
+            norms[index] = on_device(value.to(dtype), device)
     return torch.stack(norms)
 
 
@@ -120,14 +120,22 @@ def _norm_of_norms(norms: Tensor, norm_type: float) -> Tensor:
 
 def _reduce(norms: Tensor, norm_type: float, group: Group) -> Tensor:
     """[N] norms of parts -> [N] norms of wholes, over the group."""
-    sent = norms.to(group.device_type or norms.device)
+    sent = on_device(norms, torch.device(group.device_type or norms.device))
     if norm_type != math.inf:
         powers = sent**norm_type
         dist.all_reduce(powers, op=dist.ReduceOp.SUM, group=group.process_group)
-        return (powers ** (1.0 / norm_type)).to(norms.device)
+        return on_device(powers ** (1.0 / norm_type), norms.device)
     # gloo's maximum loses NaN, so it travels beside the numbers as a flag
     is_nan = sent.isnan()
     sent = torch.cat([sent.masked_fill(is_nan, 0.0), is_nan.to(sent.dtype)])
     dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group.process_group)
     maximum, is_nan = sent.chunk(2)
-    return maximum.masked_fill(is_nan > 0, math.nan).to(norms.device)
+    return on_device(maximum.masked_fill(is_nan > 0, math.nan), norms.device)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy only where one is needed: gradients offloaded to the host, groups that reduce on the device."""
+    here = tensor.device
+    if here.type == device.type and device.index in (None, here.index):
+        return tensor
+    return tensor.to(device)
