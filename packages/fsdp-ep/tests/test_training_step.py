@@ -327,15 +327,18 @@ def _counted(layout, dtype, checkpoint, microbatches):
 
 
 # three blocks, embedding, root: 5 units; the root keeps what it gathered, the others gather twice
-@pytest.mark.parametrize(("layout", "dtype", "checkpoint", "microbatches", "expected"), [
-    ((1, 1), "float32", "none", 1, (9, 5)),
-    ((1, 1), "float32", "full", 1, (9, 5)),
-    ((1, 1), "bfloat16", "none", 1, (10, 6)),  # the islands: one gather and one reduction for all
-    ((1, 1), "bfloat16", "full", 1, (10, 6)),
-    ((1, 1), "float32", "none", 2, (18, 5)),
+@pytest.mark.parametrize(("world_size", "layout", "dtype", "checkpoint", "microbatches", "expected"), [
+    (2, (1, 1), "float32", "none", 1, (9, 5)),
+    (2, (1, 1), "float32", "full", 1, (9, 5)),
+    (2, (1, 1), "bfloat16", "none", 1, (10, 6)),  # the islands: one gather and one reduction for all
+    (2, (1, 1), "bfloat16", "full", 1, (10, 6)),
+    (2, (1, 1), "float32", "none", 2, (18, 5)),
+    (4, (1, 2), "float32", "none", 1, (15, 8)),  # three expert units
+    (4, (1, 2), "float32", "full", 1, (15, 8)),
+    (2, (1, 2), "float32", "full", 1, (9, 5)),  # the experts' shard axis has one rank
 ])  # fmt: skip
-def test_collectives_of_a_step(layout, dtype, checkpoint, microbatches, expected):
-    assert run_ranks(_counted, 2, layout, dtype, checkpoint, microbatches) == [expected] * 2
+def test_collectives_of_a_step(world_size, layout, dtype, checkpoint, microbatches, expected):
+    assert run_ranks(_counted, world_size, layout, dtype, checkpoint, microbatches) == [expected] * world_size
 
 
 def _trained(layout, steps):
