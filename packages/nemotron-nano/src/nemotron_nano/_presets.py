@@ -27,7 +27,7 @@ _TINY = NemotronNanoConfig(
     mamba_head_dim=32,
     mamba_num_groups=2,
     ssm_state_size=32,
-    chunk_size=64,
+    chunk_size=32,
     num_experts=16,
     top_k=2,
     expert_hidden_size=128,
@@ -59,4 +59,4 @@ presets: Mapping[str, NemotronNanoConfig] = MappingProxyType(
         "nano-30b-a3b": _NANO,
     }
 )
-"""`tiny` (1.5M) and `small` (about 20M) read bytes; `nano-16l` is the first 16 layers of `nano-30b-a3b`."""
+"""`tiny` (1.5M parameters) and `small` (13.5M) read bytes; `nano-16l` is the first 16 layers of `nano-30b-a3b`."""
