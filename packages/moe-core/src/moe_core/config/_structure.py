@@ -170,14 +170,23 @@ def _field_hook(field: "attrs.Attribute[Any]", converter: Converter) -> Callable
             try:
                 field.validator(None, field, result)
             except ValueError as error:
-                raise _Broken(_rule_of(error, field), value) from None
+                raise _broken_rule(error, field, value) from None
         return result
 
     return hook
 
 
-def _rule_of(error: Exception, field: "attrs.Attribute[Any]") -> str:
-    """The message of an attrs validator, less the name and value that the problem has already."""
+def _broken_rule(error: ValueError, field: "attrs.Attribute[Any]", value: object) -> _Broken:
+    """What a validator said, less the name and value that the problem has already.
+
+    An error with attributes `rule` and `hint` says them apart; of others the message is the rule.
+    """
+    if isinstance(rule := getattr(error, "rule", None), str):
+        return _Broken(rule, value, str(getattr(error, "hint", "")))
+    return _Broken(_rule_of(error, field), value)
+
+
+def _rule_of(error: ValueError, field: "attrs.Attribute[Any]") -> str:
     message = str(error.args[0] if error.args else error)
     message = message.removeprefix(f"'{field.name}' ")
     return message.split(" (got ")[0].split(": ")[0] if message.startswith("must ") else message
