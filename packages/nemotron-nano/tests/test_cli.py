@@ -29,7 +29,7 @@ def config(tmp_path):
 
 def _in_process(words, then):
     """Run the command in a fresh interpreter and print what `then` evaluates to afterwards."""
-    code = f"import sys; from nemotron_nano.cli import main; code = main({[str(w) for w in words]!r}); print({then})"
+    code = f"import sys; from nemotron_nano.cli import main; code = main({[str(w) for w in words]!r}); print(({then}))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
 
 

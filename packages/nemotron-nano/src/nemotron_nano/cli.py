@@ -10,6 +10,9 @@ from moe_core.config import Config, load_config, validate
 from moe_core.plugins import load_registry
 from nemotron_nano.errors import is_user_error
 
+PIPE_WIDTH = 500
+"""Columns of a table that goes into a file or a pipe."""
+
 USER_ERROR = 2
 """Exit status of a mistake in what the user gave; nothing was started."""
 
@@ -127,7 +130,8 @@ def _components(options: argparse.Namespace, words: Sequence[str]) -> int:
     table = Table("kind", "name", "distribution", "version", box=SIMPLE_HEAD)
     for entry in sorted(registry.entries, key=lambda entry: (entry.component.kind, entry.component.name)):
         table.add_row(entry.component.kind, entry.component.name, entry.distribution, entry.version)
-    console = Console(highlight=False)
+    # into a pipe nothing is wrapped, so that a line stays a component
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(table)
     for failure in registry.failures:
         console.print(str(failure), soft_wrap=True, markup=False)
@@ -135,10 +139,11 @@ def _components(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _generate(options: argparse.Namespace, words: Sequence[str]) -> int:
+    folder = _run_folder(options.run)
     from nemotron_nano.trained import continue_text
 
     for piece in continue_text(
-        _run_folder(options.run),
+        folder,
         options.prompt,
         options.max_new_tokens,
         temperature=options.temperature,
@@ -151,10 +156,11 @@ def _generate(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _export(options: argparse.Namespace, words: Sequence[str]) -> int:
+    folder = _run_folder(options.run)
     from nemotron_nano.trained import export
 
-    output = options.output or options.run / "hf"
-    export(_run_folder(options.run), output, options.max_shard_size)
+    output = options.output or folder / "hf"
+    export(folder, output, options.max_shard_size)
     print(f"wrote {output}")
     return 0
 
