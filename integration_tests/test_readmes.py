@@ -17,7 +17,7 @@ def _examples():
             yield pytest.param(name, block, id=f"{name}-{number}")
 
 
-@pytest.mark.parametrize(("name", "block"), _examples())
+@pytest.mark.parametrize(("name", "block"), [*_examples()])
 def test_the_example_runs(name, block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(block, name, "exec"), {"__name__": "__main__"})
