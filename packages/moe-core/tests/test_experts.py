@@ -172,6 +172,13 @@ def test_rows_past_the_last_expert_give_zeros_whatever_they_hold(backend):
     torch.testing.assert_close(weight.grad[2], grad[2:6].t() @ rows[2:6].detach())
 
 
+def test_what_lies_past_the_last_expert_is_dropped_even_if_it_is_nan():
+    """`F.grouped_mm` leaves those rows of its result as the allocator gave them."""
+    rows = torch.full((4, 3), float("nan"))
+    rows[:2] = 1.0
+    assert _grouped_gemm._zero_past(rows, torch.tensor(2)).tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
+
+
 @pytest.mark.parametrize("backend", ["auto", "loop", "grouped_mm"])
 def test_masked_choices_equal_a_plain_loop_without_them(backend):
     experts = make_experts(grouped_gemm=backend)
