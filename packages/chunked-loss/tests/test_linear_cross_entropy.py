@@ -83,12 +83,15 @@ def grads(fn, hidden, weight, labels, upstream, **options):
     return loss.detach(), torch.autograd.grad((upstream * loss).sum(), leaves)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    # only the mean divides
+    [(name, r) for name in OPTIONS for r in ("mean", "sum", "none") if r == "mean" or name != "denominator"],
+)
 def test_value_and_gradients_equal_the_definition_for_every_chunk_size(name, reduction):
     options = dict(OPTIONS[name], reduction=reduction)
-    if reduction != "mean" and options.pop("denominator", None) is not None:
-        pytest.skip("only the mean divides")
+    if reduction != "mean":
+        options.pop("denominator", None)
     hidden, weight, labels = inputs()
     upstream = torch.linspace(-2, 3, T, dtype=torch.float64) if reduction == "none" else 3.0
     want = grads(reference, hidden, weight, labels, upstream, **options)

@@ -197,6 +197,20 @@ def test_dtype_leaves_what_must_stay_fp32(folder, tmp_path):
     assert_equal(read_folder(tmp_path / "out"), want)
 
 
+def test_tensors_are_aligned_to_their_own_size(tmp_path):
+    model = nn.Module()
+    model.register_buffer("narrow", torch.randn(3).bfloat16())
+    model.register_buffer("wide", torch.randn(2))
+    save_hf(model, tmp_path / "out", family="nemotron_h")
+    assert_equal(read_folder(tmp_path / "out"), dict(model.state_dict()))
+    header = (tmp_path / "out" / "model.safetensors").read_bytes()
+    length = int.from_bytes(header[:8], "little")
+    table = json.loads(header[8 : 8 + length])
+    assert length % 8 == 0
+    assert table["wide"]["data_offsets"] == [0, 8]
+    assert table["narrow"]["data_offsets"] == [8, 14]
+
+
 def test_tied_weights_are_written_once_and_filled_from_one_key(tmp_path):
     tensors = disk_tensors()
     del tensors["lm_head.weight"]

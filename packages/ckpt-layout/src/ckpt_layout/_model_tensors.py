@@ -27,5 +27,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def without_ties(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Each tensor once, under the first of its names."""
-    seen: set[int] = set()
-    return {name: t for name, t in tensors.items() if not (id(t) in seen or seen.add(id(t)))}  # type: ignore[func-returns-value]
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    return {name: tensors[name] for name in first.values()}
