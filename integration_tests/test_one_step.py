@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_core.testing import run_ranks
-
 WORDS = [
     'transform=[{type="expert_parallelized"}, {type="fsdp", separate_lm_head=true}]',
     "tracker=[]",
@@ -19,8 +17,6 @@ WORDS = [
 
 def step_of_a_run(words: list[str], device_type: str) -> dict[str, Any]:
     """The loss, the norm, every gradient after clipping and every weight after the step, whole, by name."""
-    import os
-
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
@@ -33,8 +29,6 @@ def step_of_a_run(words: list[str], device_type: str) -> dict[str, Any]:
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
-    if device_type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     run = assemble(load_config((), words), device_type=device_type)
     assert dist.get_world_size() == run.mesh.size()
     outputs = accumulate_gradients(run, run.data.train_batches(0))
@@ -51,8 +45,8 @@ def step_of_a_run(words: list[str], device_type: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def one_process(device_type):
-    return run_ranks(step_of_a_run, 1, WORDS, device_type)[0]
+def one_process(on_ranks, device_type):
+    return on_ranks(step_of_a_run, 1, WORDS, device_type)[0]
 
 
 LAYOUTS = [
@@ -69,11 +63,11 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=lambda value: str(value).replace("mesh.", ""))
-def test_a_step_is_that_of_one_process(one_process, device_type, world_size, layout):
+def test_a_step_is_that_of_one_process(one_process, on_ranks, device_type, world_size, layout):
     expected = one_process
     if changed := [word for word in layout if word.startswith("model.")]:
-        (expected,) = run_ranks(step_of_a_run, 1, WORDS + changed, device_type)
-    results = run_ranks(step_of_a_run, world_size, WORDS + layout, device_type, timeout=120)
+        (expected,) = on_ranks(step_of_a_run, 1, WORDS + changed, device_type)
+    results = on_ranks(step_of_a_run, world_size, WORDS + layout, device_type)
     assert expected["norm"] > 0.5, "clipping is not active"
     for result in results:
         assert result["loss"] == pytest.approx(expected["loss"], rel=1e-6)
@@ -88,7 +82,7 @@ def test_a_step_is_that_of_one_process(one_process, device_type, world_size, lay
             assert torch.equal(result["weights"][name], expected["weights"][name]), name
 
 
-def test_the_comparison_sees_a_wrong_gradient_scale(one_process, device_type):
+def test_the_comparison_sees_a_wrong_gradient_scale(one_process, on_ranks, device_type):
     """What the test above must catch: expert gradients averaged over too few ranks."""
 
     def with_wrong_scale(words: list[str], device_type: str) -> dict[str, Any]:
@@ -96,8 +90,8 @@ def test_the_comparison_sees_a_wrong_gradient_scale(one_process, device_type):
 
         from torch.distributed.fsdp import FSDPModule
 
-        with mock.patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None):
+        with mock.patch.object(FSDPModule, "set_gradient_divide_factor"):
             return step_of_a_run(words, device_type)
 
-    result = run_ranks(with_wrong_scale, 2, [*WORDS, "mesh.ep=2"], device_type)[0]
+    result = on_ranks(with_wrong_scale, 2, [*WORDS, "mesh.ep=2"], device_type)[0]
     assert abs(result["norm"] / one_process["norm"] - 1) > 1e-3

@@ -85,6 +85,17 @@ def test_every_expert_load_sums_to_tokens_times_k(runs):
             assert sum(counts) == record["tokens"] * 2
 
 
+def test_a_plain_torchrun_trains_the_same(runs, device_type):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["run.name=torchrun", "run.steps=2", f"run.device_type={device_type}", f"clipper.max_norm={MAX_NORM}"]
+    command = [*torchrun, "-m", "nemotron_nano", "train", str(ROOT / "configs" / "demo.toml"), *words]
+    command += ["scheduler.decay_steps=20", "data.validation_sequences=8"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=runs)
+    assert result.returncode == 0, result.stderr
+    for a, b in zip(records(runs, "two"), records(runs, "torchrun"), strict=False):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+
+
 def test_an_earlier_run_is_not_written_over(runs):
     command = [sys.executable, "-m", "nemotron_nano", "train", str(ROOT / "configs" / "demo.toml"), "run.name=two"]
     result = subprocess.run([*command, "--nproc", "2"], capture_output=True, text=True, timeout=60, cwd=runs)

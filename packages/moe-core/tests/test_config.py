@@ -113,9 +113,12 @@ def test_none_switches_an_optional_value_off_and_only_that(registry):
 
 
 def test_the_dump_loads_to_an_equal_config(registry, write):
-    words = ["mesh.type=full", "mesh.maybe=none", "mesh.several=[]", "mesh.pair=[1, 2.5]", "mesh.nested.width=9",
-             'mesh.word="with \\"quotes\\" and \\u00fc"', "mesh.wrapped.type=full", "mesh.wrapped.count=8", "run.threads=none",
-             'transform=[{type="b", rate=1e-7}, {type="a"}]']  # fmt: skip
+    words = [
+        *("mesh.type=full", "mesh.maybe=none", "mesh.several=[]", "mesh.pair=[1, 2.5]", "mesh.nested.width=9"),
+        *("mesh.wrapped.type=full", "mesh.wrapped.count=8", "run.threads=none"),
+        'mesh.word="with \\"quotes\\" and \\u00fc"',
+        'transform=[{type="b", rate=1e-7}, {type="a"}]',
+    ]
     config = load_config((), words, registry=registry)
     again = load_config(write(config.to_toml()), registry=registry)
     assert again == config

@@ -1,5 +1,6 @@
 """The command: mistakes are said at once and start nothing; listing and checking need no torch."""
 
+import json
 import os
 import socket
 import subprocess
@@ -57,9 +58,8 @@ def test_components_takes_under_a_second():
 
 
 def test_all_mistakes_in_a_config_come_at_once_and_nothing_is_started(config):
-    config.write_text(
-        '[mesh]\nep = "2"\n[model]\nprest = "tiny"\n[los]\n[clipper]\ntype = "multi_mash"\n[data]\nsequence_length = 0\n'
-    )
+    tables = ['[mesh]\nep = "2"', '[model]\nprest = "tiny"', "[los]", '[clipper]\ntype = "multi_mash"']
+    config.write_text("\n".join([*tables, "[data]", "sequence_length = 0"]))
     words = ["train", config, "--nproc", "2", "run.steps=1.5"]
     answer = _in_process(words, "code, 'torch' in sys.modules")
     assert answer.stdout.strip() == "(2, False)"
@@ -120,9 +120,12 @@ def test_a_wrong_path_gives_one_clear_line(config, tmp_path, words, reason):
 
 def test_a_missing_extra_is_named(tmp_path):
     (tmp_path / "config.toml").write_text("[run]\n")
-    (tmp_path / "metrics.jsonl").write_text('{"event": "step_end", "step": 1, "loss": 2.0, "tokens": 8, "seconds": 1.0, '
-                                            '"peak_memory_bytes": [1]}\n')  # fmt: skip
-    code = f"import sys; sys.modules['matplotlib'] = None; from nemotron_nano.cli import main; sys.exit(main(['report', {str(tmp_path)!r}]))"
+    step = {"event": "step_end", "step": 1, "loss": 2.0, "tokens": 8, "seconds": 1.0, "peak_memory_bytes": [1]}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from nemotron_nano.cli import main; "
+        f"sys.exit(main(['report', {str(tmp_path)!r}]))"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert answer.returncode == 2
     assert answer.stderr.strip() == "nemotron-nano: plots need matplotlib: pip install 'nemotron-nano[plot]'"

@@ -79,7 +79,9 @@ class _Pool:
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
 
-    def run(self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float, device_type: str
+    ) -> list[Any]:
         payload = _by_value(fn, args)
         self._discard_the_dead()
         try:
@@ -87,7 +89,8 @@ class _Pool:
             workers = self._workers[:world_size]
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             for rank, worker in enumerate(workers):
-                worker.connection.send_bytes(cloudpickle.dumps((rank, world_size, store.port, timeout, payload)))
+                call = (rank, world_size, store.port, timeout, device_type, payload)
+                worker.connection.send_bytes(cloudpickle.dumps(call))
             return _collect(workers, timeout)
         except BaseException:
             self.close()
@@ -187,8 +190,10 @@ _pool = _Pool()
 atexit.register(_pool.close)
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
-    """Call `fn(*args)` on `world_size` gloo ranks at once; returns the results by rank.
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, device_type: str = "cpu"
+) -> list[Any]:
+    """Call `fn(*args)` on `world_size` ranks at once; returns the results by rank.
 
     The function is sent by value (lambdas and closures work) and finds a default process group with a store
     of its own; `torch.distributed.get_rank()` tells the rank. RNG (seed 0), default dtype, grad mode and
@@ -196,6 +201,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
     Args:
         timeout: seconds for the whole call, and the time limit of each of its collectives.
+        device_type: "cpu" for gloo alone; else each rank has a device of this type as its current one, and the
+            group the backend that goes with it beside gloo.
 
     Raises:
         RankFailed: a rank raised or died; says which was first, and how.
@@ -203,4 +210,4 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """
     if world_size < 1:
         raise ValueError(f"world_size = {world_size}: must be at least 1")
-    return _pool.run(fn, world_size, args, timeout)
+    return _pool.run(fn, world_size, args, timeout, device_type)

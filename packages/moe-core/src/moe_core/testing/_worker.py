@@ -27,20 +27,24 @@ def main(descriptor: int) -> None:
         connection.send_bytes(reply)
 
 
-def _answer(rank: int, world_size: int, port: int, timeout: float, payload: bytes) -> bytes:
+def _answer(*call: Any) -> bytes:
     try:
         # pickled while the group is alive: a result may be a DTensor
-        return cloudpickle.dumps((True, time.time(), _call(rank, world_size, port, timeout, payload)))
+        return cloudpickle.dumps((True, time.time(), _run(*call)))
     except (Exception, SystemExit):  # whatever the function raises goes to the caller
         return cloudpickle.dumps((False, time.time(), traceback.format_exc()))
 
 
-def _call(rank: int, world_size: int, port: int, timeout: float, payload: bytes) -> Any:
+def _run(rank: int, world_size: int, port: int, timeout: float, device_type: str, payload: bytes) -> Any:
     _reset()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     limit = timedelta(seconds=timeout)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    backend = "gloo"
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(rank)
+        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
         fn, args = cloudpickle.loads(payload)
         result = fn(*args)
