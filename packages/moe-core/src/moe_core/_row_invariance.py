@@ -20,7 +20,9 @@ def linear(rows: Tensor, weight: Tensor) -> Tensor:
     """[R, I], [O, I] -> [R, O] = rows @ weight.T."""
     count = rows.shape[0]
     if 0 < count < _FEWEST_ROWS:
-        return F.linear(F.pad(rows, (0, 0, 0, _FEWEST_ROWS - count)), weight)[:count]
+        padded = F.linear(F.pad(rows, (0, 0, 0, _FEWEST_ROWS - count)), weight)
+        # a module must not hand out a view: FSDP's hooks take its outputs for tensors of their own
+        return padded[:count].clone()
     return F.linear(rows, weight)
 
 
