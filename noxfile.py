@@ -110,7 +110,9 @@ def _all_packages(session: nox.Session) -> str:
     python = _environment(session, SHARED)
     pip = (python, "-m", "pip", "install", "-q", *CONSTRAINTS)
     session.run(*pip, "hatchling", "editables", "mypy", external=True)
-    editable = [word for package in PACKAGES for word in ("-e", f"{package}[test]")]
+    # pip finds moe-core[testing], which other extras ask for, only where moe-core itself is named without an extra
+    named = [str(package) for package in PACKAGES] + [f"{package}[test]" for package in PACKAGES]
+    editable = [word for path in named for word in ("-e", path)]
     session.run(*pip, "--no-build-isolation", *editable, external=True)
     return python
 
