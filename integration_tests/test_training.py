@@ -113,7 +113,7 @@ def test_generation_continues_the_prompt_alike_every_time(runs):
 
 def test_the_report_draws_both_runs(runs):
     output = nemotron("report", "runs/two", "runs/one", cwd=runs)
-    assert "bits per byte" in output
+    assert "bits/byte" in output
     for name in ("loss.png", "expert_load.png"):
         assert (runs / "runs" / "two" / name).read_bytes().startswith(b"\x89PNG")
 

@@ -1,5 +1,6 @@
 """Finished runs side by side: a table on the terminal, and plots in the folder of the first."""
 
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ class RunRecord:
     """What `metrics.jsonl` says of one run."""
 
     name: str
+    ep: int | None
+    """Its expert-parallel degree, where the config says one."""
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
 
@@ -33,7 +36,9 @@ class RunRecord:
         steps = [record for record in records if record["event"] == "step_end"]
         if not steps:
             raise NoMetricsError(f"{folder} has no steps in metrics.jsonl")
-        return cls(folder.name, steps, [record for record in records if record["event"] == "evaluated"])
+        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        evaluations = [record for record in records if record["event"] == "evaluated"]
+        return cls(folder.name, config.get("mesh", {}).get("ep"), steps, evaluations)
 
     @property
     def tokens_per_second(self) -> float:
@@ -57,13 +62,14 @@ def report(folders: Sequence[Path]) -> None:
 
 def _table(runs: Sequence[RunRecord]) -> Table:
     table = Table("run", box=SIMPLE_HEAD)
-    for heading in ("steps", "loss", "bits per byte", "single bytes", "tokens/s", "peak MiB"):
+    for heading in ("ep", "steps", "loss", "bits/byte", "entropy", "tokens/s", "peak MiB"):
         table.add_column(heading, justify="right")
     for run in runs:
         last = run.steps[-1]
         evaluation = run.evaluations[-1] if run.evaluations else {}
         table.add_row(
             run.name,
+            "-" if run.ep is None else str(run.ep),
             str(last["step"]),
             f"{last['loss']:.4f}",
             _number(evaluation.get("bits_per_byte")),

@@ -1,0 +1,97 @@
+"""The trainer's own parts: learning rate, decay groups, the check that all ranks are alike, the record of metrics."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from moe_core.testing import RankFailed, run_ranks
+from nemotron_nano.report._jsonl import JsonlTracker, read_metrics
+from nemotron_nano.train._optimizer import adamw, warmup_cosine
+from nemotron_nano.train.component import AdamWConfig
+
+
+def test_the_learning_rate_warms_up_and_falls_on_a_cosine_to_its_floor():
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=2.0)
+    scheduler = warmup_cosine(optimizer, warmup_steps=4, decay_steps=12, floor=0.1)
+    rates = []
+    for _ in range(15):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    halfway = 2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 4 / 8)))
+    assert rates[8] == pytest.approx(halfway)
+    assert rates[12:] == pytest.approx([0.2, 0.2, 0.2])
+
+
+def test_matrices_decay_and_vectors_do_not():
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
+    optimizer = adamw(model, AdamWConfig(weight_decay=0.3))
+    decayed = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {name: decayed[id(p)] for name, p in model.named_parameters()} == {
+        "0.weight": 0.3,
+        "0.bias": 0.0,
+        "1.weight": 0.0,
+        "1.bias": 0.0,
+    }
+
+
+def _assemble(*words):
+    from moe_core import load_config
+    from nemotron_nano.train.assemble import assemble
+
+    assemble(load_config((), ["tracker=[]", *words]), device_type="cpu")
+
+
+def test_ranks_with_different_configs_are_named_instead_of_diverging():
+    def assemble_with_another_seed_on_rank_1():
+        _assemble('transform=[{type="fsdp"}]', f"run.seed={torch.distributed.get_rank()}")
+
+    with pytest.raises(RankFailed, match="ranks 1 loaded other config than rank 0"):
+        run_ranks(assemble_with_another_seed_on_rank_1, 2)
+
+
+def test_ranks_with_different_plugins_are_named():
+    def assemble_without_a_plugin_on_rank_1():
+        import os
+
+        if torch.distributed.get_rank() == 1:
+            os.environ["MOE_PLUGINS_DISABLE"] = "ep-dispatch"
+        try:
+            _assemble('transform=[{type="fsdp"}]')
+        finally:
+            os.environ.pop("MOE_PLUGINS_DISABLE", None)
+
+    with pytest.raises(RankFailed, match="ranks 1 loaded other plugins than rank 0"):
+        run_ranks(assemble_without_a_plugin_on_rank_1, 2)
+
+
+def test_a_model_that_no_transform_shards_is_refused_on_several_ranks():
+    with pytest.raises(RankFailed, match=r"would train its own copy; add \[\[transform\]\]"):
+        run_ranks(_assemble, 2)
+
+
+def test_a_resumed_run_takes_back_the_records_of_the_steps_that_it_does_again(tmp_path):
+    run = SimpleNamespace(config=SimpleNamespace(to_toml=lambda: "[run]\n"), world_size=2)
+    first = JsonlTracker(tmp_path, "metrics.jsonl", enabled=True)
+    first.run_start(run=run, first_step=0, description={"digest": "d"})
+    for step in (1, 2, 3):
+        first.step_end(step=step, metrics={"loss": float(step)})
+    again = JsonlTracker(tmp_path, "metrics.jsonl", enabled=True)
+    again.run_start(run=run, first_step=2, description={"digest": "d"})
+    again.step_end(step=3, metrics={"loss": 30.0})
+    losses = [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl") if record["event"] == "step_end"]
+    assert losses == [1.0, 2.0, 30.0]
+
+
+def test_only_the_first_rank_writes(tmp_path):
+    tracker = JsonlTracker(tmp_path / "run", "metrics.jsonl", enabled=False)
+    tracker.run_start(run=None, first_step=0, description={})
+    tracker.step_end(step=1, metrics={"loss": 1.0})
+    assert not (tmp_path / "run").exists()
+    assert json.dumps(read_metrics(tmp_path / "run" / "metrics.jsonl")) == "[]"
