@@ -101,8 +101,9 @@ def test_a_token_sees_only_those_before():
     changed = tokens.clone()
     changed[0, 17] = (changed[0, 17] + 1) % 61
     difference = (model(tokens) - model(changed)).abs().amax(-1)[0]
-    assert difference[:17].max() == 0
-    assert difference[17:].min() > 0
+    # not exactly 0: the changed token goes to other experts, and a product's last bits depend on its rows
+    assert difference[:17].max() < 1e-5
+    assert difference[17:].min() > 1e-4
 
 
 def test_half_precision_leaves_the_state_space_in_fp32():

@@ -5,10 +5,7 @@ something went wrong: any exception, kill or time-out ends all of them, and the 
 """
 
 import atexit
-import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +15,8 @@ from typing import Any
 
 import attrs
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it silently
+
+from moe_core.testing._process import Process, RankStarter
 
 try:
     import cloudpickle
@@ -64,7 +63,7 @@ class _Failure:
 
 @attrs.define(eq=False)
 class _Worker:
-    process: "subprocess.Popen[bytes]"
+    process: Process
     connection: Connection
 
     def kill(self) -> None:
@@ -78,6 +77,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
+        self._starter = RankStarter()
 
     def run(
         self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float, device_type: str
@@ -93,41 +93,29 @@ class _Pool:
                 worker.connection.send_bytes(cloudpickle.dumps(call))
             return _collect(workers, timeout)
         except BaseException:
-            self.close()
+            self.end_ranks()
             raise
 
-    def close(self) -> None:
+    def end_ranks(self) -> None:
         for worker in self._workers:
             worker.kill()
         self._workers = []
 
+    def close(self) -> None:
+        self.end_ranks()
+        self._starter.close()
+
     def _discard_the_dead(self) -> None:
         if any(worker.process.poll() is not None for worker in self._workers):
-            self.close()
+            self.end_ranks()
 
     def _grow(self, world_size: int) -> None:
-        fresh = [_start_worker() for _ in range(world_size - len(self._workers))]
+        fresh = [_Worker(*self._starter.start()) for _ in range(world_size - len(self._workers))]
         self._workers += fresh
         for worker in fresh:
             if not worker.connection.poll(_START_SECONDS):
                 raise RanksTimedOut(f"a rank did not start within {_START_SECONDS:.0f} s")
             worker.connection.recv_bytes()
-
-
-def _start_worker() -> _Worker:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "moe_core.testing._worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            },
-        )
-    return _Worker(process, Connection(ours.detach()))
 
 
 def _collect(workers: list[_Worker], timeout: float) -> list[Any]:
@@ -159,7 +147,7 @@ def _collect(workers: list[_Worker], timeout: float) -> list[Any]:
     return [results[rank] for rank in range(len(workers))]
 
 
-def _how_it_died(process: "subprocess.Popen[bytes]") -> str:
+def _how_it_died(process: Process) -> str:
     code = process.wait(timeout=10)
     if code < 0:
         return f"killed by signal {-code} ({signal.Signals(-code).name})"
