@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent
 WORK = ROOT / ".nox"
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
+TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile")
 SHARED = WORK / "shared"
 TORCH_ONLY = WORK / "torch-only"
 
@@ -50,7 +51,7 @@ def tests(session: nox.Session) -> None:
     if session.posargs:
         session.run(python, "-m", "pytest", *session.posargs, external=True)
         return
-    session.run(python, "-m", "pytest", "packages", "integration_tests", external=True)
+    session.run(python, "-m", "pytest", *TWO_AT_A_TIME, "packages", "integration_tests", external=True)
     _check_isolated(session, python)
 
 
@@ -109,7 +110,7 @@ def _all_packages(session: nox.Session) -> str:
     """The Python of the shared environment: all packages, editable, with what their tests and checks need."""
     python = _environment(session, SHARED)
     pip = (python, "-m", "pip", "install", "-q", *CONSTRAINTS)
-    session.run(*pip, "hatchling", "editables", "mypy", external=True)
+    session.run(*pip, "hatchling", "editables", "mypy", "pytest-xdist", external=True)
     # pip finds moe-core[testing], which other extras ask for, only where moe-core itself is named without an extra
     named = [str(package) for package in PACKAGES] + [f"{package}[test]" for package in PACKAGES]
     editable = [word for path in named for word in ("-e", path)]

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,13 @@ import torch
 ROOT = Path(__file__).parent.parent
 STEPS = 20
 MAX_NORM = 0.5
+QUICK = (
+    "data.sequence_length=128",
+    "data.global_batch_size=8",
+    "data.validation_sequences=8",
+    "scheduler.decay_steps=20",
+    f"clipper.max_norm={MAX_NORM}",
+)
 
 
 def nemotron(*words, cwd):
@@ -24,8 +32,7 @@ def nemotron(*words, cwd):
 
 
 def train(cwd, name, *words, steps=STEPS):
-    quick = ("data.validation_sequences=8", "scheduler.decay_steps=20", f"clipper.max_norm={MAX_NORM}")
-    words = (*quick, f"run.steps={steps}", f"run.name={name}", *words)
+    words = (*QUICK, f"run.steps={steps}", f"run.name={name}", *words)
     return nemotron("train", ROOT / "configs" / "demo.toml", "--nproc", 2, *words, cwd=cwd)
 
 
@@ -36,13 +43,16 @@ def records(cwd, name, event="step_end"):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, device_type):
-    """The demo's first steps with ep = 1 and ep = 2, and the second one again in two halves."""
+    """The demo's first steps with ep = 1 and ep = 2, and the second one resumed from halfway."""
     folder = tmp_path_factory.mktemp("training")
     device = f"run.device_type={device_type}"
     train(folder, "one", "mesh.ep=1", device)
-    train(folder, "two", device)
-    train(folder, "halves", device, steps=STEPS // 2)
-    train(folder, "halves", "--resume", device)
+    train(folder, "two", f"trainer.checkpoint_every={STEPS // 2}", device)
+    halves = shutil.copytree(folder / "runs" / "two", folder / "runs" / "halves")
+    shutil.rmtree(halves / "checkpoints" / f"step-{STEPS:08d}")
+    (halves / "checkpoints" / "latest").write_text(f"step-{STEPS // 2:08d}")
+    output = train(folder, "halves", "--resume", device)
+    assert f"resumed after step {STEPS // 2}" in output
     return folder
 
 
@@ -87,9 +97,8 @@ def test_every_expert_load_sums_to_tokens_times_k(runs):
 
 def test_a_plain_torchrun_trains_the_same(runs, device_type):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = ["run.name=torchrun", "run.steps=2", f"run.device_type={device_type}", f"clipper.max_norm={MAX_NORM}"]
+    words = [*QUICK, "run.name=torchrun", "run.steps=2", f"run.device_type={device_type}"]
     command = [*torchrun, "-m", "nemotron_nano", "train", str(ROOT / "configs" / "demo.toml"), *words]
-    command += ["scheduler.decay_steps=20", "data.validation_sequences=8"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=runs)
     assert result.returncode == 0, result.stderr
     for a, b in zip(records(runs, "two"), records(runs, "torchrun"), strict=False):
