@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+import transformers
 
 from ckpt_layout import families, load_hf, save_hf
-
-transformers = pytest.importorskip("transformers")
 
 SIZES = {
     "vocab_size": 23, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,

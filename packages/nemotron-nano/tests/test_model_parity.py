@@ -4,11 +4,10 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 from nemotron_nano import NemotronNano, NemotronNanoConfig
-
-transformers = pytest.importorskip("transformers")
 
 CONFIG = NemotronNanoConfig(
     pattern="ME*M-E",

@@ -24,7 +24,7 @@ def compiled(loss: LossT, **options: Any) -> LossT:
     if hasattr(loss, "compiled"):
         return loss.compiled(compile_)
     if hasattr(loss, "__code__"):
-        return compile_(loss)  # type: ignore[return-value]
+        return compile_(loss)  # type: ignore[return-value]  # torch.compile keeps the signature
     raise ValueError(
         f"{type(loss).__name__} has no numeric core to compile: give a function on tensors, or an object with a method "
         "compiled(compile_) that returns a copy of it"

@@ -232,7 +232,7 @@ def _host_bytes(optimizer: Optimizer | None, scheduler: Any, names: Mapping[int,
     try:
         torch.save(content, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except Exception as error:
+    except Exception as error:  # what pickling and reading back raises depends on the object
         raise LayoutError(
             f"settings of the optimizer or the scheduler are not plain data, and could not be loaded again: {error}"
         ) from error

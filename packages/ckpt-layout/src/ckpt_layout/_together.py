@@ -35,7 +35,7 @@ def together(what: str) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:
+    except Exception as caught:  # raised again below, once the peers know of it
         error = caught
     reports = gathered(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:

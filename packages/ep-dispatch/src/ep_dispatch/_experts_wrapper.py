@@ -116,7 +116,7 @@ class ExpertParallelGroupedExperts(nn.Module):
             if known:
                 experts.num_experts = self.num_experts
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]  # untyped in nn.Module
         self._experts._apply(fn)  # its buffers
         return super()._apply(fn, recurse)
 

@@ -72,7 +72,7 @@ def _check(model: nn.Module, stacks: dict[str, nn.Module], degree: int) -> None:
         )
     for path, module in stacks.items():
         try:
-            chunk_size(module.num_experts, degree)  # type: ignore[arg-type]
+            chunk_size(module.num_experts, degree)  # type: ignore[arg-type]  # an int, by how it was found
         except ValueError as error:
             raise ValueError(f"{path or 'the model'}: {error}") from None
         for name, parameter in _stacked_parameters(module):

@@ -47,7 +47,7 @@ class SharedExpert(nn.Module):
         """N(0, std), the down projection N(0, down_std). The weights must not be sharded."""
         for name, linear in self.named_children():
             deviation = down_std or std if name == "down_proj" else std
-            nn.init.normal_(linear.weight, 0.0, deviation, generator=generator)  # type: ignore[arg-type]
+            nn.init.normal_(linear.weight, 0.0, deviation, generator=generator)  # type: ignore[arg-type]  # children are Linear
 
 
 class MoE(nn.Module):

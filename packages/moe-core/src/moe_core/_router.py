@@ -189,7 +189,7 @@ class TopKRouter(nn.Module):
             chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
         return chosen * self.scale
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]  # untyped in nn.Module
         def keep_fp32(tensor: Tensor) -> Tensor:
             changed: Tensor = fn(tensor)
             narrowed = changed.is_floating_point() and changed.element_size() < tensor.element_size()

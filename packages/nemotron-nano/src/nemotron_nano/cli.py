@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(words)
     try:
         return int(options.command(options, words))
-    except Exception as error:
+    except Exception as error:  # only what users are meant to read is kept
         if is_user_error(error):
             return _refuse(error)
         raise

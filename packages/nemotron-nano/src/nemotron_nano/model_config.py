@@ -1,6 +1,6 @@
 """`NemotronNanoConfig`: the shape of a model, checked, from and to Hugging Face's `config.json`. No torch."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import attrs
@@ -296,7 +296,9 @@ def _out_of_range(config: NemotronNanoConfig) -> Iterator[Fault]:
 
 
 def _broken_relations(config: NemotronNanoConfig) -> Iterator[Fault]:
-    divides: Callable[[str, str], Iterator[Fault]] = lambda part, whole: _divides(config, part, whole)  # noqa: E731
+    def divides(part: str, whole: str) -> Iterator[Fault]:
+        return _divides(config, part, whole)
+
     if "*" in config.pattern:
         yield from divides("num_key_value_heads", "num_attention_heads")
     if "M" in config.pattern:

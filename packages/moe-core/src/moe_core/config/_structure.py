@@ -130,7 +130,7 @@ def _array(cls: Any, converter: Converter) -> Callable[[Any, Any], Any]:
         for position, (item, target) in enumerate(zip(value, targets, strict=True)):
             try:
                 items.append(converter.structure(item, target))
-            except Exception as error:
+            except Exception as error:  # every item reports for itself
                 error.add_note(IterableValidationNote(f"item {position}", position, target))
                 errors.append(error)
         if errors:

@@ -51,7 +51,7 @@ def materialised_model(run: Run) -> Run:
     _check_sharded(run)
     run.model.to_empty(device=run.device_type)
     with torch.no_grad():
-        run.model.init_weights(run.config.run.seed)  # type: ignore[operator]
+        run.model.init_weights(run.config.run.seed)  # type: ignore[operator]  # of the Model protocol
     return run
 
 

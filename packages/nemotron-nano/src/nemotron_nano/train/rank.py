@@ -25,7 +25,7 @@ def train_on_this_rank(config: Config, *, resume: bool) -> int:
             return int(config["trainer"].build(run)(run))
     except (LaunchError, TrainingError) as error:
         return _say_once(error, place, status=1)
-    except Exception as error:
+    except Exception as error:  # the rank has to say that it was the one, whatever it is
         if is_user_error(error):
             return _say_once(error, place, status=2)
         # in one piece, since other ranks may print at the same time
