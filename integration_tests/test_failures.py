@@ -1,6 +1,7 @@
 """A rank that dies or fails ends the whole run, soon and with one line that says which."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,10 @@ class SaboteurConfig:
     how: str = "kill"
 
 
+class SabotageError(ValueError):
+    pass
+
+
 class Saboteur:
     def __init__(self, how):
         self.how = how
@@ -29,6 +34,8 @@ class Saboteur:
         if step == 2 and dist.get_rank() == 1:
             if self.how == "kill":
                 os.kill(os.getpid(), 9)
+            if self.how == "user error":
+                raise SabotageError("a mistake that only one rank sees")
             raise RuntimeError("sabotage on one rank")
 
 
@@ -59,6 +66,7 @@ def environment(tmp_path):
     [
         ("kill", "rank 1 of 2 was ended by signal 9; all ranks are stopped"),
         ("raise", "rank 1 of 2 exited with 1; all ranks are stopped"),
+        ("user error", "rank 1 of 2 exited with 2; all ranks are stopped"),
     ],
 )
 def test_a_rank_that_fails_ends_the_run_and_is_named(environment, tmp_path, device_type, how, says):
@@ -76,7 +84,27 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(environment, tmp_path, devi
     begin = time.monotonic()
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
     assert time.monotonic() - begin < 100
-    assert result.returncode == 1
+    assert result.returncode == (2 if how == "user error" else 1)
     assert says in result.stderr
     if how == "raise":
         assert "sabotage on one rank" in result.stderr
+    if how == "user error":
+        assert "nemotron-nano: a mistake that only one rank sees" in result.stderr
+
+
+def test_ctrl_c_stops_all_ranks_and_says_so_in_one_line(environment, tmp_path, device_type):
+    words = ['transform=[{type="fsdp"}]', "run.steps=1000", "data.sequence_length=32", f"run.device_type={device_type}"]
+    empty = tmp_path / "empty.toml"
+    empty.touch()
+    command = [sys.executable, "-m", "nemotron_nano", "train", str(empty), *words, "--nproc", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+    ) as process:
+        assert process.stdout is not None
+        while "step" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "stopped by SIGINT; all 2 ranks are stopped" in errors
+    assert "Traceback" not in errors

@@ -82,6 +82,13 @@ def test_a_step_is_that_of_one_process(one_process, on_ranks, device_type, world
             assert torch.equal(result["weights"][name], expected["weights"][name]), name
 
 
+def test_a_layout_after_another_one_in_the_same_processes(on_ranks, device_type):
+    """The groups of an earlier mesh of the same shape are gone, and nothing may remember them."""
+    first = on_ranks(step_of_a_run, 4, [*WORDS, "mesh.ep=2"], device_type)
+    second = on_ranks(step_of_a_run, 4, [*WORDS, "mesh.ep=4"], device_type)
+    assert second[3]["norm"] == pytest.approx(first[0]["norm"], rel=1e-5)
+
+
 def test_the_comparison_sees_a_wrong_gradient_scale(one_process, on_ranks, device_type):
     """What the test above must catch: expert gradients averaged over too few ranks."""
 

@@ -172,6 +172,13 @@ def test_all_problems_come_at_once_each_with_its_file(registry, write):
     assert any("run.steps=1.5" in problem for problem in problems)
 
 
+def test_a_word_addresses_the_tables_that_stand_for_an_absent_array(registry):
+    (problem,) = _problems(registry, (), ["tracker.console.evry=3"])
+    assert "tracker.console.evry: is not a key of this table" in problem
+    (problem,) = _problems(registry, (), ["transform.a.flag=true"])
+    assert "no single table of this array has the type 'a' (types: none)" in problem
+
+
 def test_a_file_that_is_not_toml_is_named(registry, write):
     path = write("[mesh\n")
     (problem,) = _problems(registry, path)

@@ -106,7 +106,8 @@ def test_a_dry_run_prints_a_config_that_gives_the_same_again(config, tmp_path):
         (["export", "absent"], "absent is not the folder of a run"),
         (["generate", "absent"], "absent is not the folder of a run"),
         (["report", "absent"], "absent is not the folder of a run"),
-        (["train", "{config}", "--resume"], "there is no checkpoint"),
+        (["train", "{config}", "--resume"], "has no checkpoint to --resume from"),
+        (["train", "{config}", "run.device_type=banana"], "this machine has no such device"),
         (["train", "{config}", "data.type=text_files", "data.folder=absent"], "'absent': must be a folder that exists"),
     ],
 )
@@ -116,6 +117,46 @@ def test_a_wrong_path_gives_one_clear_line(config, tmp_path, words, reason):
     assert reason in answer.stderr
     assert "Traceback" not in answer.stderr
     assert len([line for line in answer.stderr.splitlines() if line.strip()]) <= 2
+
+
+def test_an_axis_that_the_trainer_does_not_use_is_refused(config):
+    answer = _nemotron("train", config, "--nproc", 2, "mesh.tp=2")
+    assert answer.returncode == 2
+    assert "mesh.tp = 2: must be 1" in answer.stderr
+
+
+def test_what_a_killed_first_save_leaves_is_no_checkpoint(config, tmp_path):
+    (tmp_path / "runs" / "t" / "checkpoints" / ".step-00000002.partial").mkdir(parents=True)
+    resumed = _nemotron("train", config, "--resume", cwd=tmp_path)
+    assert (resumed.returncode, "has no checkpoint to --resume from" in resumed.stderr) == (2, True)
+    afresh = _nemotron("train", config, "run.steps=0", "data.validation_sequences=1", cwd=tmp_path)
+    assert afresh.returncode == 0, afresh.stderr
+
+
+@pytest.mark.parametrize("launched", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}])
+def test_checkpoints_are_found_where_the_config_puts_them_and_never_written_over(config, tmp_path, launched):
+    words = ["train", config, "checkpointer.directory=ck", "run.steps=1", "data.validation_sequences=1"]
+    words += ["data.sequence_length=16", "data.global_batch_size=2"]
+    assert _nemotron(*words, cwd=tmp_path, env=launched).returncode == 0
+    before = (tmp_path / "runs" / "t" / "metrics.jsonl").read_text()
+    again = _nemotron(*words, cwd=tmp_path, env=launched)
+    assert again.returncode == 2
+    assert "holds a checkpoint of step 1" in again.stderr
+    assert (tmp_path / "runs" / "t" / "metrics.jsonl").read_text() == before
+    resumed = _nemotron(*words, "run.steps=2", "--resume", cwd=tmp_path, env=launched)
+    assert resumed.returncode == 0, resumed.stderr
+    assert _nemotron("export", "runs/t", cwd=tmp_path).returncode == 0
+    too_far = _nemotron(*words, "--resume", cwd=tmp_path, env=launched)
+    assert too_far.returncode == 1
+    assert "beyond run.steps = 1" in too_far.stderr
+
+
+def test_nothing_to_continue_is_refused(config, tmp_path):
+    (tmp_path / "config.toml").write_text("[run]\n")
+    answer = _nemotron("generate", tmp_path, "--prompt", "")
+    assert answer.returncode == 2
+    assert "must have at least one character" in answer.stderr
+    assert _nemotron("generate", tmp_path, "--temperature=-1").returncode == 2
 
 
 def test_a_missing_extra_is_named(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moe_core.testing import RankFailed, run_ranks
-from nemotron_nano.report._jsonl import JsonlTracker, read_metrics
+from nemotron_nano.report._jsonl import JsonlTracker, MetricsError, read_metrics
 from nemotron_nano.train._optimizer import adamw, warmup_cosine
 from nemotron_nano.train.component import AdamWConfig
 
@@ -95,3 +95,13 @@ def test_only_the_first_rank_writes(tmp_path):
     tracker.step_end(step=1, metrics={"loss": 1.0})
     assert not (tmp_path / "run").exists()
     assert json.dumps(read_metrics(tmp_path / "run" / "metrics.jsonl")) == "[]"
+
+
+def test_a_line_that_a_killed_run_left_incomplete_is_passed_over(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event": "step_end", "step": 1}\n{"event": "step_end", "st')
+    assert [record["step"] for record in read_metrics(path)] == [1]
+    assert "incomplete" in caplog.text
+    path.write_text('{"event": "step_end", "st\n{"event": "step_end", "step": 2}\n')
+    with pytest.raises(MetricsError, match="line 1: is not JSON"):
+        read_metrics(path)

@@ -11,7 +11,6 @@
 import io
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -32,6 +31,7 @@ from torch.optim import Optimizer
 
 from ckpt_layout._errors import LayoutError
 from ckpt_layout._hf_folder import some
+from ckpt_layout._latest import STEP_FOLDER, latest_step, listed
 from ckpt_layout._model_tensors import model_tensors, without_ties
 from ckpt_layout._optimizer_state import (
     PREFIX,
@@ -48,7 +48,6 @@ from ckpt_layout._rng import capture_rng, restore_rng
 from ckpt_layout._together import gathered, together, world
 
 _MODEL = "model/"
-_STEP = re.compile(r"step-(\d{8,})")
 _FORMAT = 1
 
 
@@ -306,29 +305,18 @@ def _prune(directory: Path, newest: Path, keep_last: int | None) -> None:
 
 
 def _steps(directory: Path) -> list[Path]:
-    return [p for p in directory.iterdir() if _STEP.fullmatch(p.name) and (p / "meta.json").is_file()]
+    return [p for p in directory.iterdir() if STEP_FOLDER.fullmatch(p.name) and (p / "meta.json").is_file()]
 
 
 def _find(directory: Path, step: int | None) -> Path | None:
     if step is None:
-        pointer = directory / "latest"
-        if not pointer.is_file():
+        step = latest_step(directory)
+        if step is None:
             return None
-        folder = directory / pointer.read_text(encoding="utf-8").strip()
-        if not _STEP.fullmatch(folder.name) or not (folder / "meta.json").is_file():
-            raise LayoutError(
-                f"{pointer}: names {folder.name!r}, which is no checkpoint; there are: {_listed(directory)}"
-            )
-        return folder
     folder = directory / f"step-{step:08d}"
     if not (folder / "meta.json").is_file():
-        raise LayoutError(f"{directory}: has no checkpoint of step {step}; there are: {_listed(directory)}")
+        raise LayoutError(f"{directory}: has no checkpoint of step {step}; there are: {listed(directory)}")
     return folder
-
-
-def _listed(directory: Path) -> str:
-    folders = _steps(directory) if directory.is_dir() else []
-    return ", ".join(sorted(folder.name for folder in folders)) or "none"
 
 
 # -- loading -----------------------------------------------------------------------------------------------

@@ -49,6 +49,11 @@ class DcpCheckpointer:
             keep_last=self.keep_last,
         )
 
+    def latest_step(self) -> int | None:
+        from ckpt_layout._latest import latest_step
+
+        return latest_step(self.directory)
+
     def load(self, run: "Run", step: int | None = None) -> Mapping[str, Any] | None:
         from ckpt_layout._checkpoint import load_checkpoint
 

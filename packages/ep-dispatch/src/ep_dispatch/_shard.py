@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from ep_dispatch._all_to_all import AllToAllDispatcher
-from ep_dispatch._split import chunk_size
+from ep_dispatch._split import ExpertShardingError, chunk_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,11 +31,11 @@ def shard_experts(model: nn.Module, ep_mesh: "DeviceMesh", *, dispatcher: Any = 
         The model.
 
     Raises:
-        ValueError: the mesh is not 1-D, a rank would hold no expert, there is no stack, a stack is sharded
-            already, or `fully_shard` was applied before.
+        ExpertShardingError: a ValueError: the mesh is not 1-D, a rank would hold no expert, there is no stack, a
+            stack is sharded already, or `fully_shard` was applied before.
     """
     if ep_mesh.ndim != 1:
-        raise ValueError(f"ep_mesh has {ep_mesh.ndim} axes: must be the 1-D expert-parallel axis of the mesh")
+        raise ExpertShardingError(f"ep_mesh has {ep_mesh.ndim} axes: must be the 1-D expert-parallel axis of the mesh")
     if ep_mesh.size() == 1:
         return model
     stacks = dict(_find_stacks(model))
@@ -64,20 +64,20 @@ def _stacked_parameters(module: Any) -> list[tuple[str, nn.Parameter]]:
 
 def _check(model: nn.Module, stacks: dict[str, nn.Module], degree: int) -> None:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ValueError("the model went through fully_shard already: call shard_experts before it")
+        raise ExpertShardingError("the model went through fully_shard already: call shard_experts before it")
     if not any(_stacked_parameters(module) for module in stacks.values()):
-        raise ValueError(
+        raise ExpertShardingError(
             "the model has no expert stack: no module with attributes `num_experts` and `dispatcher` and parameters "
             "[num_experts, ...]; wrap other experts in ep_dispatch.ExpertParallelGroupedExperts"
         )
     for path, module in stacks.items():
         try:
             chunk_size(module.num_experts, degree)  # type: ignore[arg-type]  # an int, by how it was found
-        except ValueError as error:
-            raise ValueError(f"{path or 'the model'}: {error}") from None
+        except ExpertShardingError as error:
+            raise ExpertShardingError(f"{path or 'the model'}: {error}") from None
         for name, parameter in _stacked_parameters(module):
             if isinstance(parameter, DTensor):
-                raise ValueError(f"{path}.{name} is sharded already, over {parameter.device_mesh}")
+                raise ExpertShardingError(f"{path}.{name} is sharded already, over {parameter.device_mesh}")
 
 
 def _shard(parameter: nn.Parameter, ep_mesh: "DeviceMesh") -> nn.Parameter:

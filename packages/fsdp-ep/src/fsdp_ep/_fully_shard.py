@@ -62,11 +62,13 @@ def fully_shard_moe(
         The model.
 
     Raises:
-        ShardingError: meshes that do not fit together, no block, no expert stack on `ep_mesh`, an ep rank
-            without an expert, a tied weight in two units.
+        ShardingError: a model that is sharded already, meshes that do not fit together, no block, no expert stack
+            on `ep_mesh`, an ep rank without an expert, a tied weight in two units.
 
     Source: FSDP2 (PyTorch); expert stacks on their own mesh as in TorchTitan.
     """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ShardingError("model", type(model).__name__, "has FSDP units already", "shard a model only once")
     policy = mp_policy or MixedPrecisionPolicy()
     plan = Plan(
         experts=find_experts(model, ep_mesh),

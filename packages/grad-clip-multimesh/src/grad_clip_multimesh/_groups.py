@@ -26,10 +26,15 @@ class Groups:
 
     def __init__(self) -> None:
         self._groups: dict[Ranks, Group] = {}
+        self._axes: dict[Ranks, tuple[DeviceMesh, int]] = {}
+        """Where each group can be had. It is asked for when it is needed: a mesh may outlive groups of others."""
         self._known: dict[tuple[int, tuple[bool, ...]], tuple[Ranks, ...]] = {}
         self._meshes: dict[int, DeviceMesh] = {}
 
     def __getitem__(self, ranks: Ranks) -> Group:
+        if ranks not in self._groups:
+            mesh, axis = self._axes[ranks]
+            self._groups[ranks] = Group(mesh.get_group(axis), mesh.device_type)
         return self._groups[ranks]
 
     def dividing(self, mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[Ranks, ...]:
@@ -56,15 +61,15 @@ class Groups:
                 continue
             for axis in range(other.ndim):
                 ranks = _ranks_along(other, [axis])
-                if len(ranks) > 1 and ranks not in self._groups:
-                    self._groups[ranks] = Group(other.get_group(axis), other.device_type)
+                if len(ranks) > 1:
+                    self._axes.setdefault(ranks, (other, axis))
 
     def _resolve(self, mesh: DeviceMesh, axes: list[int]) -> tuple[Ranks, ...]:
         if mesh.get_coordinate() is None:
             return ()
         axes = [axis for axis in axes if mesh.size(axis) > 1]
         together = _ranks_along(mesh, axes)
-        if together in self._groups:
+        if together in self._groups or together in self._axes:
             return (together,)
         if (world := dist.group.WORLD) is not None and len(together) == world.size() and len(axes) > 1:
             self._groups[together] = Group(world, mesh.device_type)

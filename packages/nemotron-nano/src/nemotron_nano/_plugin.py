@@ -34,4 +34,13 @@ def moe_validate(config: "Config", world_size: int) -> list[Problem]:
 
     model = config["model"].config
     found = problems(model) if isinstance(model, NemotronNanoModelConfig) else []
-    return found + validate_text(config, world_size)
+    return found + _unused_axes(config) + validate_text(config, world_size)
+
+
+def _unused_axes(config: "Config") -> list[Problem]:
+    """The reference trainer shards over data and experts; another axis would repeat the same work on its ranks."""
+    if config["trainer"].name != "pretrain":
+        return []
+    degrees = {axis: getattr(config["mesh"].config, axis, 1) for axis in ("tp", "pp", "cp")}
+    rule = "must be 1: the trainer uses no such axis, and its ranks would all train the same copy"
+    return [Problem(f"mesh.{axis}", rule, degree) for axis, degree in degrees.items() if degree > 1]

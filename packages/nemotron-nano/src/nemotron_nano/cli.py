@@ -6,9 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_core.config import Config, load_config, validate
+from moe_core.config import load_config, validate
 from moe_core.plugins import load_registry
 from nemotron_nano.errors import is_user_error
+from nemotron_nano.train.start import check_start
 
 PIPE_WIDTH = 500
 """Columns of a table that goes into a file or a pipe."""
@@ -62,8 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("run", type=Path, metavar="RUN", help="folder of a run that has a checkpoint")
     generate.add_argument("--prompt", default="def ", help='text to continue (default "def ")')
     generate.add_argument("--max-new-tokens", type=_positive, default=100, metavar="N", help="how far (default 100)")
-    generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
-    generate.add_argument("--top-p", type=float, default=0.95, help="share of the probability kept (default 0.95)")
+    generate.add_argument("--temperature", type=_not_negative, default=0.8, help="0: the likeliest token (default 0.8)")
+    generate.add_argument("--top-p", type=_share, default=0.95, help="share of the probability kept (default 0.95)")
     generate.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     generate.set_defaults(command=_generate)
 
@@ -86,6 +87,20 @@ def _positive(text: str) -> int:
     return number
 
 
+def _not_negative(text: str) -> float:
+    number = float(text)
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"{text}: must not be negative")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and at most 1")
+    return number
+
+
 def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Train from one or more TOML files, the later over the earlier, and key.path=value words over all."""
     files = [word for word in options.words if "=" not in word]
@@ -97,7 +112,7 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
         print(config.to_toml(), end="")
         return 0
     if not started:
-        _refuse_to_overwrite(config, resume=options.resume)
+        check_start(config, resume=options.resume)
     if started or world_size == 1:
         from nemotron_nano.train.rank import train_on_this_rank
 
@@ -105,19 +120,6 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
     from nemotron_nano.train.launch import launch
 
     return launch("nemotron_nano", words, world_size)
-
-
-def _refuse_to_overwrite(config: Config, *, resume: bool) -> None:
-    """A run folder with checkpoints is gone on with, never silently written over."""
-    folder = Path(config.run.output_dir)
-    checkpoints = folder / "checkpoints"
-    if not resume and checkpoints.is_dir() and any(checkpoints.iterdir()):
-        raise UserError(
-            f"{folder} holds checkpoints of an earlier run; go on with it by --resume, choose another folder by "
-            "run.name=NAME, or remove it"
-        )
-    if resume and not checkpoints.is_dir():
-        raise UserError(f"--resume: there is no checkpoint in {folder}; leave --resume out to start this run")
 
 
 def _components(options: argparse.Namespace, words: Sequence[str]) -> int:

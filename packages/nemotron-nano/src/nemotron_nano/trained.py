@@ -22,6 +22,10 @@ class NotTrainedError(ValueError):
     """The run's folder does not hold what is asked of it."""
 
 
+class PromptError(ValueError):
+    """There is nothing to continue."""
+
+
 @contextmanager
 def trained_model(folder: Path) -> Iterator[NemotronNano]:
     """The model of the latest checkpoint in a run's folder, whole on this process, for the block.
@@ -37,8 +41,10 @@ def trained_model(folder: Path) -> Iterator[NemotronNano]:
         run = materialised_model(run.with_part("mesh", config["mesh"].build(run)))
         if not isinstance(run.model, NemotronNano):
             raise NotTrainedError(f"{folder}: the model is a {type(run.model).__name__}, not a NemotronNano")
-        if load_checkpoint(folder / "checkpoints", model=run.model) is None:
-            raise NotTrainedError(f"{folder} has no checkpoint; train with nemotron-nano train")
+        elsewhere = getattr(config["checkpointer"].config, "directory", None)
+        checkpoints = Path(elsewhere) if elsewhere else folder / "checkpoints"
+        if load_checkpoint(checkpoints, model=run.model) is None:
+            raise NotTrainedError(f"{checkpoints} has no checkpoint; train with nemotron-nano train")
         yield run.model.eval()
 
 
@@ -46,6 +52,8 @@ def continue_text(
     folder: Path, prompt: str, max_new_tokens: int, *, temperature: float, top_p: float, seed: int
 ) -> Iterator[str]:
     """The prompt, then the model's bytes as text, as they come."""
+    if not prompt:
+        raise PromptError('--prompt "": must have at least one character to continue')
     yield prompt
     with trained_model(folder) as model:
         device = next(model.parameters()).device

@@ -28,11 +28,11 @@ def _default_output_dir(run: "RunConfig") -> str:
 class RunConfig:
     """The table `[run]`: what no component owns."""
 
-    name: str = attrs.field(default="run", validator=validators.matches_re(r"[\w.-]+"))
+    name: str = attrs.field(default="run", validator=validators.matches_re(r"\w[\w.-]*"))
     """Names the run, and by default its folder."""
     steps: int = attrs.field(default=100, validator=validators.ge(0))
     """Optimizer steps in all, those before a resume included."""
-    seed: int = attrs.field(default=0, validator=validators.ge(0))
+    seed: int = attrs.field(default=0, validator=[validators.ge(0), validators.lt(2**32)])
     """Seed of the weights and of the order of the data."""
     output_dir: str = attrs.field(default=attrs.Factory(_default_output_dir, takes_self=True))
     """Folder for all that the run writes."""
@@ -40,7 +40,7 @@ class RunConfig:
     """"cpu", "cuda", ...; "auto" takes the accelerator that torch finds, else the CPU."""
     threads: int | None = attrs.field(default=None, validator=validators.optional(validators.ge(1)))
     """CPU threads per rank. Left out: the machine's cores shared out among its ranks."""
-    timeout_s: float = attrs.field(default=600.0, validator=validators.gt(0))
+    timeout_s: float = attrs.field(default=600.0, validator=[validators.gt(0), validators.le(1e7)])
     """Seconds that a collective may take before the run is given up."""
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_core.plugins import Problem
+from moe_core.plugins.kinds import ARRAYS
 
 Sources = dict[tuple[str, ...], str]
 """Key path -> the file or word that set it last. Items of an array go by their position."""
@@ -74,6 +75,9 @@ def _apply(merged: dict[str, Any], word: str, sources: Sources) -> Problem | Non
     if not equals or not all(keys):
         return Problem(word, 'is not "key.path=value"', source="command line", hint="for example mesh.ep=2")
     label = f"command line {word!r}"
+    if keys[0] in ARRAYS and keys[0] not in merged:
+        # a word may address the tables that stand for an array where the files have none
+        merged[keys[0]] = [{"type": name} for name in ARRAYS[keys[0]]]
     table: Any = merged
     path: tuple[str, ...] = ()
     for key in keys[:-1]:

@@ -183,12 +183,12 @@ def _broken_rule(error: ValueError, field: "attrs.Attribute[Any]", value: object
     """
     if isinstance(rule := getattr(error, "rule", None), str):
         return _Broken(rule, value, str(getattr(error, "hint", "")))
-    return _Broken(_rule_of(error, field), value)
+    return _Broken(_rule_of(error, field, value), value)
 
 
-def _rule_of(error: ValueError, field: "attrs.Attribute[Any]") -> str:
+def _rule_of(error: ValueError, field: "attrs.Attribute[Any]", value: object) -> str:
     message = str(error.args[0] if error.args else error)
-    message = message.removeprefix(f"'{field.name}' ")
+    message = message.removeprefix(f"'{field.name}' ").removeprefix(f"{field.name} = {value!r}: ")
     return message.split(" (got ")[0].split(": ")[0] if message.startswith("must ") else message
 
 

@@ -160,6 +160,10 @@ class Checkpointer(Protocol):
         """Store model, optimizer, scheduler and `state` (what JSON can hold) as the state after `step` steps."""
         ...
 
+    def latest_step(self) -> int | None:
+        """The newest step that is stored whole; None if there is none. Any rank may ask alone."""
+        ...
+
     def load(self, run: "Run", step: int | None = None) -> Mapping[str, Any] | None:
         """Restore in place the given or the latest step; returns its `state` with `step`, None if there is none."""
         ...

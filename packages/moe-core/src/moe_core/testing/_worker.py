@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.debug
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it silently
 
 
@@ -52,7 +53,15 @@ def _run(rank: int, world_size: int, port: int, timeout: float, device_type: str
         return result
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
         gc.collect()
+
+
+def _forget_meshes() -> None:
+    """Meshes compare equal across calls, so DTensor's caches would hand out one whose groups are gone."""
+    clear = getattr(torch.distributed.tensor.debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
 
 
 def _reset() -> None:

@@ -1,11 +1,18 @@
 """`metrics.jsonl`: every event of a run as a line that any tool reads."""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moe_core.plugins import Run
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsError(ValueError):
+    """A file of metrics that cannot be read."""
 
 
 class JsonlTracker:
@@ -39,7 +46,27 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, oldest first; none if there is no such file."""
+    """The records of a `metrics.jsonl`, oldest first; none if there is no such file.
+
+    A last line that a killed run has left incomplete is passed over.
+
+    Raises:
+        MetricsError: another line is not a record.
+    """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    *lines, incomplete = path.read_text(encoding="utf-8").split("\n")
+    records = [_record(path, number, line) for number, line in enumerate(lines, start=1) if line]
+    if incomplete:
+        _log.warning("%s: the last line is incomplete and is passed over", path)
+    return records
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise MetricsError(f"{path}, line {number}: is not JSON ({error.msg}); mend or remove the line") from None
+    if not isinstance(record, dict) or "event" not in record or "step" not in record:
+        raise MetricsError(f"{path}, line {number}: is no record of a run, which has an event and a step")
+    return record

@@ -14,6 +14,7 @@ from moe_core import update_router_bias
 from moe_core.plugins import Batch, LossOutput, Run
 from nemotron_nano.train._events import emit
 from nemotron_nano.train._measure import Totals, peak_memory_bytes, sum_over_ranks
+from nemotron_nano.train.start import check_checkpoints
 
 if TYPE_CHECKING:
     from nemotron_nano.train.component import PretrainConfig
@@ -31,7 +32,7 @@ class Pretrain:
 
     def __call__(self, run: Run) -> int:
         steps = run.config.run.steps
-        start = _restore(run) if run.resume else 0
+        start = _restore(run)
         if start > steps:
             raise TrainingError(f"the checkpoint stands after step {start}, beyond run.steps = {steps}")
         emit(run, "run_start", run=run, first_step=start, steps=steps, description=run.data.describe())
@@ -115,9 +116,13 @@ def evaluate(run: Run) -> Mapping[str, float]:
 
 
 def _restore(run: Run) -> int:
+    """The step to begin with: that of the checkpoint, which is loaded, if the run resumes; else 0."""
+    # all ranks look before any of them can write
+    check_checkpoints(run.checkpointer, run.config, resume=run.resume)
+    if not run.resume:
+        return 0
     state = run.checkpointer.load(run)
-    if state is None:
-        raise TrainingError(f"there is no checkpoint to resume from in {run.config.run.output_dir}")
+    assert state is not None
     return int(state["step"])
 
 

@@ -15,6 +15,10 @@ class LaunchError(RuntimeError):
     """The ranks could not find each other."""
 
 
+class DeviceError(ValueError):
+    """The config asks for a device that this machine lacks."""
+
+
 @attrs.frozen
 class Place:
     """Where this process stands among the ranks."""
@@ -37,10 +41,11 @@ class Place:
 
 def choose_device_type(wanted: str) -> str:
     """ "auto" is the accelerator that torch finds, else the CPU."""
-    if wanted != "auto":
-        return wanted
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator is not None and accelerator.type != "mps" else "cpu"
+    found = accelerator.type if accelerator is not None and accelerator.type != "mps" else "cpu"
+    if wanted not in ("auto", "cpu", found):
+        raise DeviceError(f'run.device_type = {wanted!r}: this machine has no such device; use "auto" or {found!r}')
+    return found if wanted == "auto" else wanted
 
 
 @contextmanager

@@ -11,6 +11,7 @@ def launch(module: str, arguments: Sequence[str], nproc: int) -> int:
 
     When one rank ends badly, the launcher ends the others. The rendezvous takes a free port by itself.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -28,6 +29,9 @@ def launch(module: str, arguments: Sequence[str], nproc: int) -> int:
     )
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
+    except SignalException as error:
+        print(f"nemotron-nano: stopped by {error.sigval.name}; all {nproc} ranks are stopped", file=sys.stderr)
+        return 128 + error.sigval
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"

@@ -1,7 +1,10 @@
 """What one rank does of `nemotron-nano train`."""
 
+import signal
 import sys
 import traceback
+
+import torch.distributed as dist
 
 from moe_core.config import Config
 from nemotron_nano.errors import is_user_error
@@ -18,11 +21,13 @@ def train_on_this_rank(config: Config, *, resume: bool) -> int:
     """
     place = Place.from_environment()
     set_threads(config.run.threads, place)
-    device_type = choose_device_type(config.run.device_type)
     try:
+        device_type = choose_device_type(config.run.device_type)
         with process_group(place, device_type, config.run.timeout_s):
             run = assemble(config, device_type=device_type, resume=resume)
             return int(config["trainer"].build(run)(run))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # the launcher, or the shell, says what stopped the run
     except (LaunchError, TrainingError) as error:
         return _say_once(error, place, status=1)
     except Exception as error:  # the rank has to say that it was the one, whatever it is
@@ -35,6 +40,18 @@ def train_on_this_rank(config: Config, *, resume: bool) -> int:
 
 
 def _say_once(error: Exception, place: Place, status: int) -> int:
-    if place.rank == 0:
+    if _is_first_to_say(place):
         print(f"nemotron-nano: {error}", file=sys.stderr)
     return status
+
+
+def _is_first_to_say(place: Place) -> bool:
+    """Whether no other rank has said what it found; most often all of them found the same."""
+    if not dist.is_initialized():
+        return place.rank == 0
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return store.add("nemotron_nano/said", 1) == 1
+    except RuntimeError:
+        # the rank that holds the store is gone; better twice than not at all
+        return True
