@@ -51,7 +51,8 @@ def tests(session: nox.Session) -> None:
     if session.posargs:
         session.run(python, "-m", "pytest", *session.posargs, external=True)
         return
-    session.run(python, "-m", "pytest", *TWO_AT_A_TIME, "packages", "integration_tests", external=True)
+    # the longest files first, so that neither of the two waits for the other at the end
+    session.run(python, "-m", "pytest", *TWO_AT_A_TIME, "integration_tests", "packages", external=True)
     _check_isolated(session, python)
 
 
