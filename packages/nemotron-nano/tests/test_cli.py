@@ -2,10 +2,10 @@
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -48,13 +48,14 @@ def test_components_lists_kind_name_distribution_and_version_without_torch():
 
 
 def test_components_takes_under_a_second():
-    def seconds():
-        begin = time.perf_counter()
+    def processor_seconds():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert _nemotron("components").returncode == 0
-        return time.perf_counter() - begin
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # the best of a few: other work on the machine only adds
-    assert min(seconds() for _ in range(5)) < 1.0
+    # it waits for nothing but a processor, which other tests may have at the time; the best of a few
+    assert min(processor_seconds() for _ in range(5)) < 1.0
 
 
 def test_all_mistakes_in_a_config_come_at_once_and_nothing_is_started(config):
