@@ -128,3 +128,16 @@ def test_collectives_are_counted_with_their_bytes():
         assert nothing == 0
         assert calls == {"allreduce": 1, "alltoall_base": 1}
         assert sizes == {"allreduce": 12, "alltoall_base": 32}
+
+
+def test_a_call_finds_nothing_of_the_meshes_of_an_earlier_one():
+    def results_mesh_is_the_operands():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
+        sharded = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        return torch.empty_like(sharded).device_mesh is mesh
+
+    assert run_ranks(results_mesh_is_the_operands, 2) == [True, True]
+    assert run_ranks(results_mesh_is_the_operands, 2) == [True, True]
