@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_core import MoE, MoEConfig
+from moe_core._moe import SharedExpert
 
 CONFIG = MoEConfig(dim=24, num_experts=5, top_k=2, hidden_dim=16, shared_hidden_dim=40, scale=2.5)
 
@@ -117,6 +118,52 @@ def test_bf16_layer_routes_in_fp32():
     torch.testing.assert_close(routing.logits, exact, rtol=1e-5, atol=1e-5)
     error = (out.double() - reference(layer, hidden)).norm() / out.double().norm()
     assert error < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "hidden_dim"), [(24, 40), (7, 5), (33, 17), (13, 64), (1, 9)])
+@pytest.mark.parametrize(("activation", "gated"), [("relu2", False), ("silu", True), ("gelu", False)])
+def test_a_tokens_shared_expert_does_not_depend_on_its_neighbours(dtype, dim, hidden_dim, activation, gated):
+    """Slices begin at addresses that no allocator would hand out."""
+    torch.manual_seed(0)
+    shared = SharedExpert(dim, hidden_dim, activation=activation, gated=gated, dtype=dtype)
+    hidden, grad = (torch.randn(141, dim).to(dtype) for _ in range(2))
+
+    def run(part):
+        rows = hidden[part].detach().requires_grad_()
+        out = shared(rows)
+        out.backward(grad[part])
+        return out.detach(), rows.grad
+
+    out, gradient = run(slice(141))
+    for first in (0, 1, 3, 58, 107):
+        for tokens in (1, 2, 3, 4, 17, 34):
+            part = slice(first, first + tokens)
+            alone = run(part)
+            assert torch.equal(alone[0], out[part])
+            assert torch.equal(alone[1], gradient[part])
+
+
+def test_linears_of_the_shared_expert_are_ordinary_ones():
+    """What wraps or replaces `nn.Linear`, adapters for example, finds them; they take any leading dims."""
+    shared = SharedExpert(7, 5, gated=True)
+    assert [name for name, child in shared.named_modules() if isinstance(child, torch.nn.Linear)] == [
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
+    assert list(shared.state_dict()) == ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
+    hidden = torch.randn(2, 3, 7, requires_grad=True)
+    out = shared.up_proj(hidden)
+    torch.testing.assert_close(out, hidden @ shared.up_proj.weight.t())
+    grad = torch.randn(2, 3, 5)
+    ours = torch.autograd.grad(out, [hidden, shared.up_proj.weight], grad)
+    torch.testing.assert_close(ours[0], grad @ shared.up_proj.weight)
+    torch.testing.assert_close(ours[1], torch.einsum("abo,abi->oi", grad, hidden))
+    assert shared.up_proj(torch.empty(0, 7)).shape == (0, 5)
+    compiled = torch.compile(shared, backend="eager", fullgraph=True)
+    rows = torch.randn(20, 7)
+    torch.testing.assert_close(compiled(rows), shared(rows))
 
 
 def keep_marked(ctx, op, *args, **kwargs):

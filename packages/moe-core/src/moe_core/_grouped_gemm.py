@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_core._row_invariance import BLAS_BYTES, aligned
+
 _STRIDE_BYTES = 16
 """What `F.grouped_mm` asks of the strides of its operands."""
-_BLAS_BYTES = 64
-"""From this alignment on a BLAS result does not depend on where in memory its operands lie."""
 
 
 class GroupedGemm(Protocol):
@@ -98,7 +98,7 @@ def pick(rows: Tensor, *weights: Tensor) -> GroupedGemm:
         return loop
     if rows.device.type == "cpu":
         widths = [width for weight in weights for width in weight.shape[1:]]
-        return loop if any(width * rows.element_size() % _BLAS_BYTES for width in widths) else grouped_mm
+        return loop if any(width * rows.element_size() % BLAS_BYTES for width in widths) else grouped_mm
     return grouped_mm if rows.dtype == torch.bfloat16 else loop
 
 
@@ -188,7 +188,7 @@ def _products(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     for expert, count in enumerate(counts):
         if count:
             end = start + count
-            _multiply(_aligned(rows[start:end]), _aligned(weight[expert]), out[start:end])
+            _multiply(aligned(rows[start:end]), aligned(weight[expert]), out[start:end])
         start += count
     out[start:].zero_()
     return out
@@ -207,7 +207,7 @@ def _weight_gradient(grad: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
     for expert, count in enumerate(counts):
         if count:
             end = start + count
-            _multiply(_aligned(grad[start:end]).t(), _aligned(rows[start:end]), stack[expert])
+            _multiply(aligned(grad[start:end]).t(), aligned(rows[start:end]), stack[expert])
         else:
             stack[expert].zero_()
         start += count
@@ -219,13 +219,9 @@ def _(grad: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
     return rows.new_empty(len(counts), grad.shape[1], rows.shape[1])
 
 
-def _aligned(matrix: Tensor) -> Tensor:
-    return matrix.clone() if matrix.device.type == "cpu" and matrix.data_ptr() % _BLAS_BYTES else matrix
-
-
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     # which kernel BLAS takes, and with it the last bit, depends on the alignment of its operands
-    if out.device.type == "cpu" and out.data_ptr() % _BLAS_BYTES:
+    if out.device.type == "cpu" and out.data_ptr() % BLAS_BYTES:
         out.copy_(torch.mm(left, right))
     else:
         torch.mm(left, right, out=out)

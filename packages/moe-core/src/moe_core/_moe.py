@@ -11,6 +11,7 @@ from moe_core import _activation
 from moe_core._experts import GroupedExperts
 from moe_core._moe_config import MoEConfig
 from moe_core._router import Routing, TopKRouter
+from moe_core._row_invariance import Linear
 
 
 class SharedExpert(nn.Module):
@@ -32,9 +33,9 @@ class SharedExpert(nn.Module):
         super().__init__()
         self.activation = _activation.resolve(activation)
         if gated:
-            self.gate_proj = nn.Linear(dim, hidden_dim, bias=False, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(dim, hidden_dim, bias=False, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(hidden_dim, dim, bias=False, device=device, dtype=dtype)
+            self.gate_proj = Linear(dim, hidden_dim, device=device, dtype=dtype)
+        self.up_proj = Linear(dim, hidden_dim, device=device, dtype=dtype)
+        self.down_proj = Linear(hidden_dim, dim, device=device, dtype=dtype)
         self.gated = gated
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -1,35 +1,81 @@
 """Arithmetic whose result for a row does not depend on which rows lie beside it.
 
 Expert parallelism spreads the rows of a batch over ranks, and promises the bits of one process. On the CPU
-two things would break that: BLAS computes a product of very few rows with another kernel, and vectorised
-elementwise functions compute the last, incomplete vector with the scalar function of the C library.
+three things would break that: BLAS computes a product of few rows with another kernel, and so the last rows of
+a narrow matrix, or those of one that begins at an odd address; and vectorised elementwise functions compute the
+last, incomplete vector with the scalar function of the C library.
 """
 
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 _FEWEST_ROWS = 16
+_WIDTH = 16
+"""With both widths of a product a multiple of this, all its rows go through one kernel of BLAS."""
 _ELEMENTS = 64
 """Two AVX-512 vectors of floats for each of two threads: a multiple of this leaves no incomplete vector."""
+BLAS_BYTES = 64
+"""From this alignment on a BLAS result does not depend on where in memory its operands lie."""
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` without bias whose output and input gradient for a row do not depend on the other rows."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if input.dim() == 2:
+            return linear(input, self.weight)
+        return linear(input.reshape(-1, self.in_features), self.weight).view(*input.shape[:-1], self.out_features)
 
 
 def linear(rows: Tensor, weight: Tensor) -> Tensor:
-    """[R, I], [O, I] -> [R, O] = rows @ weight.T."""
-    count = rows.shape[0]
-    if 0 < count < _FEWEST_ROWS:
-        padded = F.linear(F.pad(rows, (0, 0, 0, _FEWEST_ROWS - count)), weight)
+    """[R, I], [O, I] -> [R, O] = rows @ weight.T; invariant in the gradient of the rows too.
+
+    Where it takes padding to get there, the gradients are computed from the padded matrices as well.
+    """
+    (count, width), outputs = rows.shape, weight.shape[0]
+    multiple = _WIDTH if rows.device.type == "cpu" else 1
+    more_rows = max(_FEWEST_ROWS - count, 0) if count else 0
+    more_width, more_outputs = -width % multiple, -outputs % multiple
+    rows = F.pad(rows, (0, more_width, 0, more_rows)) if more_rows or more_width else aligned(rows)
+    weight = F.pad(weight, (0, more_width, 0, more_outputs)) if more_width or more_outputs else aligned(weight)
+    product = F.linear(rows, weight)
+    if more_rows or more_outputs:
         # a module must not hand out a view: FSDP's hooks take its outputs for tensors of their own
-        return padded[:count].clone()
-    return F.linear(rows, weight)
+        return product[:count, :outputs].clone()
+    if product.requires_grad and _has_an_address(product):
+        product.register_hook(aligned)
+    return product
 
 
 def elementwise(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """[R, F] -> function(rows), [R, F]; the function must work on each element alone."""
     width = rows.shape[-1]
     missing = -width % _ELEMENTS
-    if missing and rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):
+    if missing and rows.device.type == "cpu":
         return function(F.pad(rows, (0, missing)))[..., :width]
     return function(rows)
+
+
+def aligned(matrix: Tensor) -> Tensor:
+    """The matrix, or a copy at an address from which BLAS always takes the same way."""
+    return matrix.clone() if _has_an_address(matrix) and matrix.data_ptr() % BLAS_BYTES else matrix
+
+
+def _has_an_address(matrix: Tensor) -> bool:
+    """Whether it lies in this process's memory, and not in a device's, a compiler's or a subclass's."""
+    plain = type(matrix) in (Tensor, nn.Parameter)
+    return plain and matrix.device.type == "cpu" and not torch.compiler.is_compiling()
