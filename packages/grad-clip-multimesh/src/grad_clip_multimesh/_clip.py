@@ -1,18 +1,22 @@
 """torch.nn.utils' three functions, for gradients on any mix of meshes."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from types import GeneratorType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grad_clip_multimesh._groups import Group, Groups
+from grad_clip_multimesh._groups import Groups
 from grad_clip_multimesh._norm import LocalTo, find_piece, on_device, total_norm
 
 _EPSILON = 1e-6
 """torch's: keeps the factor finite where the norm is 0."""
+
+_DOUBLE = (torch.float64, torch.complex128)
 
 
 @torch.no_grad()
@@ -42,18 +46,28 @@ def clip_grad_norm_(
         norm_type: p of the norm, more than 0, up to `math.inf`.
         error_if_nonfinite: raise if the norm is NaN or infinite, on all ranks, before anything is scaled.
         foreach: False takes tensors one by one, which needs less memory at a time.
-        local_to: plain parameters that differ from rank to rank of a mesh, e.g. experts of this rank, with
-            that mesh. Other plain parameters are taken to be the same on all ranks.
-        pipeline_group: ranks that hold other layers; the norm is taken over theirs too.
+        local_to: parameters that differ from rank to rank of a mesh without saying so, with that mesh: plain
+            experts of this rank, or experts that FSDP shards over the ranks that have the same ones. Other
+            plain parameters are taken to be the same on all ranks.
+        pipeline_group: ranks that hold other layers; the norm is taken over theirs too, in fp32. A rank that
+            holds none calls with an empty list.
 
     Returns:
-        The norm before clipping: [] fp32 (fp64 if a gradient is), plain, equal on all ranks.
+        The norm before clipping: [] fp32 (fp64 if a parameter is), plain, equal on all ranks.
 
     Raises:
-        ValueError: `norm_type` is not above 0.
+        ValueError: `norm_type` is not above 0, `max_norm` is below 0 or NaN, or `local_to` names a tensor that is
+            not among `parameters`, or axes over which a DTensor is divided already. Before any communication.
         RuntimeError: see `error_if_nonfinite`.
+
+    A gradient that is `Partial` where its parameter is not, is reduced with its own collectives before; every
+    rank has to have it.
     """
+    if max_norm is not None:
+        _check_max_norm(max_norm)
     owners = _listed(parameters)
+    if not owners and isinstance(parameters, GeneratorType) and pipeline_group is None:
+        warnings.warn("`parameters` is an empty generator: is it used up? Nothing is clipped.", stacklevel=3)
     gradients = [owner.grad for owner in owners]
     norm = _checked_norm(owners, gradients, norm_type, error_if_nonfinite, foreach, local_to, pipeline_group)
     if max_norm is not None:
@@ -74,7 +88,7 @@ def get_total_norm(
     """The norm of these tensors over all ranks, as if they were one vector; see `clip_grad_norm_`.
 
     Every rank passes tensors with the same placements in the same order: unlike `clip_grad_norm_` it cannot
-    know of one that is missing on some ranks.
+    know of one that is missing on some ranks. The keys of `local_to` are tensors among these.
     """
     owners = _listed(tensors)
     return _checked_norm(owners, owners, norm_type, error_if_nonfinite, foreach, local_to, pipeline_group)
@@ -88,7 +102,11 @@ def clip_grads_with_norm_(
 
     No communication: `total_norm` is the norm over all ranks, as `get_total_norm` returns it. A NaN or
     infinite norm scales like any other, on all ranks alike.
+
+    Raises:
+        ValueError: `max_norm` is below 0 or NaN.
     """
+    _check_max_norm(max_norm)
     if isinstance(total_norm, DTensor):
         total_norm = total_norm.full_tensor()
     factor = torch.clamp(float(max_norm) / (total_norm + _EPSILON), max=1.0)
@@ -109,6 +127,25 @@ def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
+def _check_max_norm(max_norm: float) -> None:
+    if not float(max_norm) >= 0:
+        raise ValueError(
+            f"max_norm = {max_norm}: must be at least 0, gradients would change their sign; math.inf scales nothing"
+        )
+
+
+def _check_local_to(local_to: LocalTo, owners: Sequence[Tensor]) -> None:
+    """A key that is no longer a parameter would make the experts count as replicated."""
+    known = set(map(id, owners))
+    for tensor in local_to:
+        if id(tensor) not in known:
+            raise ValueError(
+                f"local_to has a tensor of shape {list(tensor.shape)} that is not among those whose norm is taken: "
+                "name the very objects that are passed (after `fully_shard`, which replaces parameters; "
+                "for `get_total_norm` the gradients)"
+            )
+
+
 def _checked_norm(
     owners: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
@@ -121,17 +158,19 @@ def _checked_norm(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type = {norm_type}: must be above 0; math.inf is the largest absolute value")
+    local_to = local_to or {}
+    _check_local_to(local_to, owners)
     groups = Groups()
-    pieces = [find_piece(o, g, groups, local_to or {}) for o, g in zip(owners, gradients, strict=True)]
+    pieces = [find_piece(o, g, groups, local_to) for o, g in zip(owners, gradients, strict=True)]
     norm = total_norm(
         pieces,
         norm_type,
         groups,
         foreach,
-        None if pipeline_group is None else Group(pipeline_group, None),
+        pipeline_group,
         # both from the parameters, which all ranks have: what is reduced must be alike
         device=owners[0].device if owners else torch.device("cpu"),
-        dtype=torch.float64 if any(owner.dtype == torch.float64 for owner in owners) else torch.float32,
+        dtype=torch.float64 if any(owner.dtype in _DOUBLE for owner in owners) else torch.float32,
     )
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(

@@ -4,10 +4,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
 Ranks = tuple[int, ...]
 """A process group by its members: groups of other meshes or names with the same members are the same."""
@@ -15,10 +17,10 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Group:
-    """A process group, and the kind of device whose tensors it reduces (None: that of the gradients)."""
+    """A process group, and the kind of device whose tensors it reduces."""
 
     process_group: dist.ProcessGroup
-    device_type: str | None
+    device_type: str
 
 
 class Groups:
@@ -26,70 +28,95 @@ class Groups:
 
     def __init__(self) -> None:
         self._groups: dict[Ranks, Group] = {}
-        self._axes: dict[Ranks, tuple[DeviceMesh, int]] = {}
-        """Where each group can be had. It is asked for when it is needed: a mesh may outlive groups of others."""
         self._known: dict[tuple[int, tuple[bool, ...]], tuple[Ranks, ...]] = {}
-        self._meshes: dict[int, DeviceMesh] = {}
+        self._lines: dict[int, tuple[Ranks, ...]] = {}
+        self._meshes: list[DeviceMesh] = []
 
     def __getitem__(self, ranks: Ranks) -> Group:
-        if ranks not in self._groups:
-            mesh, axis = self._axes[ranks]
-            self._groups[ranks] = Group(mesh.get_group(axis), mesh.device_type)
         return self._groups[ranks]
 
-    def dividing(self, mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[Ranks, ...]:
+    def dividing(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Ranks, ...]:
         """The groups to sum over, one after the other, for a tensor with these placements.
 
-        Replicas do not count, neither do axes of one rank. Several axes are taken together where a group of
-        just their ranks exists: experts on (dp_shard_mod_ep, ep) are summed over dp_shard.
+        Replicas do not count, neither do axes of one rank, nor Partial ones, which are reduced before. Several
+        axes are taken together where a group of just their ranks exists: experts on (dp_shard_mod_ep, ep) are
+        summed over dp_shard.
         """
-        divided = tuple(not placement.is_replicate() for placement in placements)
+        if mesh.get_coordinate() is None:
+            return ()
+        divided = tuple(not (placement.is_replicate() or placement.is_partial()) for placement in placements)
         key = (id(mesh), divided)
         if key not in self._known:
-            self._learn(mesh)
-            self._known[key] = self._resolve(mesh, [axis for axis, shared in enumerate(divided) if shared])
+            if id(mesh) not in self._lines:
+                self._learn(mesh)
+            axes = [axis for axis, shared in enumerate(divided) if shared and mesh.size(axis) > 1]
+            self._known[key] = self._taken_together(mesh, axes)
         return self._known[key]
+
+    def local_to(self, mesh: DeviceMesh, divided_over: tuple[Ranks, ...] = ()) -> tuple[Ranks, ...]:
+        """The groups of a tensor that differs from rank to rank of `mesh`, and is divided over others already."""
+        others = self.dividing(mesh, [Shard(0)] * mesh.ndim)
+        for one, other in product(divided_over, others):
+            if len(set(one) & set(other)) > 1:
+                raise ValueError(
+                    f"local_to = {mesh}: the DTensor's own mesh divides it over the ranks {one} already, which meet "
+                    f"{other} in more than one; name only the axes that its mesh lacks"
+                )
+        lines = (*divided_over, *others)
+        return self._world(lines, mesh.device_type) or lines
 
     def _learn(self, mesh: DeviceMesh) -> None:
         """Take note of the groups of `mesh`, and of the flattened meshes that lie beside it."""
-        if id(mesh) in self._meshes:
-            return
-        self._meshes[id(mesh)] = mesh  # kept, so that no other mesh can have this id
+        self._meshes.append(mesh)  # kept, so that no other mesh can have this id
+        self._lines[id(mesh)] = tuple(self._note(mesh, axis) for axis in range(mesh.ndim))
         root = mesh._get_root_mesh()
-        for other in (mesh, root, *root._flatten_mapping.values()):
-            if other.get_coordinate() is None:
-                continue
-            for axis in range(other.ndim):
-                ranks = _ranks_along(other, [axis])
-                if len(ranks) > 1:
-                    self._axes.setdefault(ranks, (other, axis))
+        for other in (root, *root._flatten_mapping.values()):
+            if other is not mesh and other.get_coordinate() is not None:
+                for axis in range(other.ndim):
+                    try:
+                        self._note(other, axis)
+                    except (RuntimeError, KeyError):
+                        # a mesh that is kept may outlive its groups; these are asked for in case they help
+                        continue
 
-    def _resolve(self, mesh: DeviceMesh, axes: list[int]) -> tuple[Ranks, ...]:
-        if mesh.get_coordinate() is None:
+    def _note(self, mesh: DeviceMesh, axis: int) -> Ranks:
+        """The ranks along one axis. Asked of the group: a mesh would read them from a tensor."""
+        process_group = mesh.get_group(axis)
+        ranks = tuple(sorted(dist.get_process_group_ranks(process_group)))
+        if len(ranks) > 1:
+            self._groups.setdefault(ranks, Group(process_group, mesh.device_type))
+        return ranks
+
+    def _taken_together(self, mesh: DeviceMesh, axes: list[int]) -> tuple[Ranks, ...]:
+        lines = tuple(self._lines[id(mesh)][axis] for axis in axes)
+        if len(lines) < 2:
+            return lines
+        if world := self._world(lines, mesh.device_type):
+            return world
+        size = math.prod(map(len, lines))
+        if any(len(ranks) == size and set(ranks).issuperset(*lines) for ranks in self._groups):
+            coordinate = mesh.get_coordinate()
+            assert coordinate is not None
+            together = _ranks_through(mesh, tuple(coordinate), tuple(axes))
+            if together in self._groups:
+                return (together,)
+        return lines
+
+    def _world(self, lines: tuple[Ranks, ...], device_type: str) -> tuple[Ranks, ...]:
+        """The group of all ranks, if these span it."""
+        world = dist.group.WORLD
+        if len(lines) < 2 or world is None or math.prod(map(len, lines)) != world.size():
             return ()
-        axes = [axis for axis in axes if mesh.size(axis) > 1]
-        together = _ranks_along(mesh, axes)
-        if together in self._groups or together in self._axes:
-            return (together,)
-        if (world := dist.group.WORLD) is not None and len(together) == world.size() and len(axes) > 1:
-            self._groups[together] = Group(world, mesh.device_type)
-            return (together,)
-        return tuple(_ranks_along(mesh, [axis]) for axis in axes)
-
-
-def _ranks_along(mesh: DeviceMesh, axes: list[int]) -> Ranks:
-    """The ranks that share this rank's coordinates in all axes but these, sorted."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return _ranks_through(mesh, tuple(coordinate), tuple(axes))
+        ranks = tuple(range(world.size()))
+        self._groups.setdefault(ranks, Group(world, device_type))
+        return (ranks,)
 
 
 @functools.lru_cache(maxsize=256)
 def _ranks_through(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[int, ...]) -> Ranks:
+    """The ranks that share this coordinate in all axes but these, sorted."""
     ranks = mesh.mesh
     for axis in reversed(range(mesh.ndim)):
         if axis not in axes:
             ranks = ranks.select(axis, coordinate[axis])
-    members = tuple(sorted(ranks.flatten().tolist()))
-    assert len(members) == math.prod(mesh.size(axis) for axis in axes)
-    return members
+    return tuple(sorted(ranks.flatten().tolist()))

@@ -4,17 +4,18 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from grad_clip_multimesh._groups import Group, Groups, Ranks
 
 LocalTo = Mapping[Tensor, DeviceMesh]
-"""Plain tensors that differ from rank to rank of a mesh, such as the experts of this rank."""
+"""Tensors that differ from rank to rank of a mesh without saying so, such as the experts of this rank."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,14 @@ class Piece:
 
 def find_piece(owner: Tensor, gradient: Tensor | None, groups: Groups, local_to: LocalTo) -> Piece:
     """Where `owner` lies decides, not the gradient: every rank has the first, and must reduce alike."""
+    divided_over: tuple[Ranks, ...] = ()
     if isinstance(owner, DTensor):
         if gradient is not None:
             gradient = _local_part(gradient, owner)
-        return Piece(gradient, groups.dividing(owner.device_mesh, owner.placements))
+        divided_over = groups.dividing(owner.device_mesh, owner.placements)
     if owner in local_to:
-        mesh = local_to[owner]
-        return Piece(gradient, groups.dividing(mesh, [Shard(0)] * mesh.ndim))
-    return Piece(gradient, ())
+        divided_over = groups.local_to(local_to[owner], divided_over)
+    return Piece(gradient, divided_over)
 
 
 def _local_part(gradient: Tensor, owner: DTensor) -> Tensor:
@@ -53,7 +54,7 @@ def total_norm(
     norm_type: float,
     groups: Groups,
     foreach: bool | None,
-    pipeline_group: Group | None = None,
+    pipeline_group: dist.ProcessGroup | None = None,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -64,21 +65,33 @@ def total_norm(
     that of one process up to the rounding of a single norm. Groups come in the order in which the tensors
     do, which is the same on every rank.
     """
-    by_groups: dict[tuple[Ranks, ...], list[Tensor | None]] = defaultdict(list)
-    for piece in pieces:
+    by_groups: dict[tuple[Ranks, ...], list[int]] = defaultdict(list)
+    for index, piece in enumerate(pieces):
         if piece.tensor is not None or piece.divided_over:
-            by_groups[piece.divided_over].append(piece.tensor)
-    if not by_groups and pipeline_group is None:
-        return torch.zeros((), dtype=dtype, device=device)
-    ordered = [tensor for tensors in by_groups.values() for tensor in tensors]
-    norms = _local_norms(ordered, norm_type, foreach, device=device, dtype=dtype)
-    parts = dict(zip(by_groups, norms.split([len(tensors) for tensors in by_groups.values()]), strict=True))
+            by_groups[piece.divided_over].append(index)
+    order = [index for indices in by_groups.values() for index in indices]
+    norms = _local_norms([pieces[index].tensor for index in order], norm_type, foreach, device=device, dtype=dtype)
+    parts = dict(zip(by_groups, norms.split([len(indices) for indices in by_groups.values()]), strict=True))
     for ranks in dict.fromkeys(ranks for divided_over in parts for ranks in divided_over):
         shared = [key for key in parts if ranks in key]
         reduced = _reduce(torch.cat([parts[key] for key in shared]), norm_type, groups[ranks])
         parts.update(zip(shared, reduced.split([len(parts[key]) for key in shared]), strict=True))
-    total = _norm_of_norms(torch.cat([*parts.values(), norms.new_zeros(0)]), norm_type)
-    return total if pipeline_group is None else _reduce(total.reshape(1), norm_type, pipeline_group)[0]
+    wholes = torch.cat([*parts.values(), norms.new_zeros(0)])
+    if len(parts) > 1:  # back to the order of the tensors, for the rounding of one process
+        wholes = torch.stack(
+            [whole for _, whole in sorted(zip(order, wholes.unbind(), strict=True), key=itemgetter(0))]
+        )
+    total = torch.linalg.vector_norm(wholes, norm_type) if order else norms.new_zeros(())
+    if pipeline_group is None:
+        return total
+    # fp32 whatever `dtype` is: a stage without parameters cannot know that of the others
+    return _reduce(total.reshape(1).float(), norm_type, _of_pipeline(pipeline_group, device))[0].to(dtype)
+
+
+def _of_pipeline(process_group: dist.ProcessGroup, here: torch.device) -> Group:
+    """Reduces where the gradients are, or else where the group can: a stage may have none, or keep them on the host."""
+    types = [device.type for device in process_group._device_types]
+    return Group(process_group, here.type if here.type in types else types[0])
 
 
 def _local_norms(
@@ -112,15 +125,9 @@ def _norm_each(tensors: list[Tensor], norm_type: float, foreach: bool | None) ->
     return torch._foreach_norm(tensors, norm_type, dtype=dtype)
 
 
-def _norm_of_norms(norms: Tensor, norm_type: float) -> Tensor:
-    if norms.numel() == 0:
-        return norms.new_zeros(())
-    return torch.linalg.vector_norm(norms, norm_type)
-
-
 def _reduce(norms: Tensor, norm_type: float, group: Group) -> Tensor:
     """[N] norms of parts -> [N] norms of wholes, over the group."""
-    sent = on_device(norms, torch.device(group.device_type or norms.device))
+    sent = on_device(norms, torch.device(group.device_type))
     if norm_type != math.inf:
         powers = sent**norm_type
         dist.all_reduce(powers, op=dist.ReduceOp.SUM, group=group.process_group)
