@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_core import _bias_watch
 from moe_core._autocast import without_autocast
 from moe_core._local_tensor import local_tensor
 from moe_core._row_invariance import elementwise, linear
@@ -168,6 +169,7 @@ class TopKRouter(nn.Module):
         counts = count_tokens(expert_ids, self.num_experts)
         if self.training and not _in_recomputation():
             self.tokens_per_expert += counts
+            _bias_watch.note_counting(self)
         return Routing(expert_ids, expert_weights, counts, logits)
 
     def _scores(self, logits: Tensor) -> Tensor:
