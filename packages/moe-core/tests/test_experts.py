@@ -375,21 +375,63 @@ def test_dtensor_weights_take_the_right_gradient_placement():
     assert run_ranks(on_two_ranks, 2) == [[(True, True)] * 2] * 2
 
 
-def test_sharded_experts_draw_the_same_global_stack():
-    def draw(degree):
-        mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=("ep",))
-        experts = GroupedExperts(E, D, H, device="meta")
-        for name, parameter in list(experts.named_parameters()):
-            sharded = distribute_tensor(torch.empty(parameter.shape), mesh, [Shard(0)])
-            experts.register_parameter(name, torch.nn.Parameter(sharded))
-        experts.init_weights(0.02, 0.01, torch.Generator().manual_seed(5))
-        return [p.full_tensor().detach() for p in experts.parameters()]
+def draw_sharded(axes, num_experts):
+    """Experts on (replicas, FSDP shards, ep), poisoned and then drawn: placement, rows here, whole stacks."""
+    from torch.distributed.fsdp import fully_shard
 
-    whole = GroupedExperts(E, D, H)
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("replicate", "shard", "ep"))
+    experts = GroupedExperts(num_experts, D, H)
+    if mesh["ep"].size() > 1:
+        for name, parameter in list(experts.named_parameters()):
+            sharded = distribute_tensor(parameter.detach(), mesh["ep"], [Shard(0)])
+            experts.register_parameter(name, torch.nn.Parameter(sharded))
+    if mesh["replicate"].size() > 1:
+        fully_shard(experts, mesh=mesh["replicate", "shard"])
+    elif mesh["shard"].size() > 1:
+        fully_shard(experts, mesh=mesh["shard"])
+    for parameter in experts.parameters():
+        parameter.detach().to_local().fill_(float("nan"))
+    experts.init_weights(0.02, 0.01, torch.Generator().manual_seed(5))
+    placements = [type(placement).__name__ for placement in experts.up_proj.placements]
+    return placements, len(experts.up_proj.to_local()), [p.full_tensor().detach() for p in experts.parameters()]
+
+
+STRIDED = ["_StridedShard", "Shard"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "num_experts", "placements", "rows"),
+    [
+        ((1, 1, 4), 10, ["Shard"], [3, 3, 3, 1]),
+        ((1, 4, 1), 5, ["Shard"], [2, 2, 1, 0]),
+        ((1, 2, 2), 10, STRIDED, [3, 3, 2, 2]),
+        ((1, 2, 2), 5, STRIDED, [2, 1, 1, 1]),
+        ((2, 2, 1), 5, ["Replicate", "Shard"], [3, 2, 3, 2]),
+        ((2, 1, 2), 5, ["Replicate", *STRIDED], [3, 2, 3, 2]),
+        ((4, 1, 1), 5, ["Replicate", "Shard"], [5, 5, 5, 5]),
+    ],
+)
+def test_every_layout_draws_the_same_global_stack_from_one_seed(axes, num_experts, placements, rows):
+    whole = GroupedExperts(num_experts, D, H)
     whole.init_weights(0.02, 0.01, torch.Generator().manual_seed(5))
-    for degree in (2, 3):
-        for stacks in run_ranks(draw, degree, degree):
-            assert all(torch.equal(one, other) for one, other in zip(stacks, whole.parameters(), strict=True))
+    results = run_ranks(draw_sharded, 4, axes, num_experts)
+    assert [result[0] for result in results] == [placements] * 4
+    assert [result[1] for result in results] == rows
+    for _, _, stacks in results:
+        assert all(torch.equal(one, other) for one, other in zip(stacks, whole.parameters(), strict=True))
+    for stack in whole.parameters():
+        assert all(not torch.equal(one, other) for one, other in itertools.combinations(stack, 2))
+
+
+def test_experts_that_are_cut_across_are_not_drawn():
+    def draw():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        experts = GroupedExperts(3, D, H)
+        experts.up_proj = torch.nn.Parameter(distribute_tensor(experts.up_proj.detach(), mesh, [Shard(1)]))
+        with pytest.raises(ValueError, match=r"Shard\(dim=1\).*only its first dim may be sharded"):
+            experts.init_weights(0.02)
+
+    run_ranks(draw, 2)
 
 
 @pytest.mark.parametrize(

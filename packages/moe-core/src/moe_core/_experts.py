@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from moe_core import _activation, _grouped_gemm
 from moe_core._autocast import autocast_dtype, without_autocast
 from moe_core._local_dispatch import LocalDispatch
-from moe_core._local_tensor import local_tensor
+from moe_core._local_tensor import local_tensor, owned_rows
 
 if TYPE_CHECKING:
     from moe_core.plugins.kinds import Dispatcher
@@ -75,12 +75,14 @@ class GroupedExperts(nn.Module):
         """N(0, std), the down projections N(0, down_std); drawn in fp32 and cast, expert by expert.
 
         The draws are of all E experts in order, and what is not on this rank is dropped: a generator on the
-        same device with the same seed gives the same global stack at every expert-parallel degree.
+        same device with the same seed gives the same global stack under every layout that cuts it by experts,
+        with expert parallelism, FSDP, replicas or all of them. Collective where the weights are sharded.
 
         Raises:
-            ValueError: the weights are sharded otherwise than `Shard(0)` on one axis.
+            ValueError: the weights are cut along another dim than that of the experts.
         """
-        for weight, deviation in ((self.input_projection, std), (self.down_proj, down_std or std)):
+        down_std = std if down_std is None else down_std
+        for weight, deviation in ((self.input_projection, std), (self.down_proj, down_std)):
             _draw(weight, deviation, generator)
 
     def forward(
@@ -133,18 +135,12 @@ class GroupedExperts(nn.Module):
 
 
 def _draw(weight: Tensor, deviation: float, generator: torch.Generator | None) -> None:
-    local, owned = weight, range(weight.shape[0])
-    if isinstance(weight, DTensor):
-        if tuple(weight.placements) != (Shard(0),):
-            raise ValueError(f"experts with placements {weight.placements} cannot draw their own weights")
-        local, mesh = weight.to_local(), weight.device_mesh
-        chunk = -(-weight.shape[0] // mesh.size())
-        start = chunk * mesh.get_local_rank()
-        owned = range(start, start + local.shape[0])
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
     if local.is_meta:
         return
+    place = {expert: index for index, expert in enumerate(owned_rows(weight))}
     for expert in range(weight.shape[0]):
         drawn = torch.empty(weight.shape[1:], dtype=torch.float32, device=local.device)
         drawn.normal_(0.0, deviation, generator=generator)
-        if expert in owned:
-            local[expert - owned.start].copy_(drawn)
+        if expert in place:
+            local[place[expert]].copy_(drawn)
