@@ -123,7 +123,17 @@ def _reference_gradients(num_experts, world_size, microbatches):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def _sharded(num_experts, layout, *, separate_head=False, checkpoint="none", policy=None, sabotage=None, **arguments):
+def _sharded(
+    num_experts,
+    layout,
+    *,
+    separate_head=False,
+    checkpoint="none",
+    policy=None,
+    sabotage=None,
+    to_double=False,
+    **arguments,
+):
     """The model under a layout (dp_replicate, ep), and its dp mesh."""
     import torch.distributed as dist
     from torch import nn
@@ -138,6 +148,7 @@ def _sharded(num_experts, layout, *, separate_head=False, checkpoint="none", pol
     ep_mesh = resolve_sub_mesh(mesh, "ep")
     group = ep_mesh.get_group() if ep > 1 else None
     model = _model(num_experts, ep_group=group, separate_head=separate_head)
+    model = model.double() if to_double else model
     if ep > 1:
         for layer in model.layers:
             for name, weight in list(layer.experts.named_parameters()):
@@ -215,6 +226,7 @@ def _step_with(keywords, num_experts, layout):
 @pytest.mark.parametrize(("layout", "keywords"), [
     ((1, 2), {"microbatches": 2}),
     ((2, 2), {"microbatches": 3}),
+    ((1, 4), {"microbatches": 3}),  # one rank on the experts' shard axis
     ((1, 2), {"separate_head": True}),
     ((2, 1), {"separate_head": True, "microbatches": 2, "checkpoint": "full"}),
     ((1, 2), {"checkpoint": "full"}),
@@ -223,7 +235,7 @@ def _step_with(keywords, num_experts, layout):
     ((1, 2), {"reshard_after_forward": False}),
 ])  # fmt: skip
 def test_microbatches_checkpointing_and_a_head_of_its_own(layout, keywords):
-    for errors in run_ranks(_step_with, 4, keywords, 6, layout):
+    for errors in run_ranks(_step_with, 4, keywords, 7, layout):
         assert max(errors.values()) < 1e-5, errors
 
 
@@ -239,9 +251,10 @@ def _factor_on_the_wrong_units(scale, unit, mesh, size):
     scale(unit, mesh, size if mesh.size() < size else 2 * size)
 
 
-def _sum_everywhere(scale, unit, mesh, size):
+def _factor_everywhere(scale, unit, mesh, size):
+    """Also where the shard axis has one rank; for those of others it is what is right."""
     scale(unit, mesh, size)
-    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_gradient_divide_factor(float(size))
 
 
 @pytest.mark.parametrize(("sabotage", "layout", "wrong"), [
@@ -249,8 +262,8 @@ def _sum_everywhere(scale, unit, mesh, size):
     (_no_factor, (1, 4), "experts"),
     (_double_factor, (1, 2), "experts"),
     (_factor_on_the_wrong_units, (1, 2), "others"),
-    (_sum_everywhere, (1, 4), "experts"),
-    (_sum_everywhere, (2, 2), "experts"),
+    (_factor_everywhere, (1, 4), "experts"),
+    (_factor_everywhere, (2, 2), "experts"),
 ])  # fmt: skip
 def test_the_comparison_notices_a_wrong_scale(sabotage, layout, wrong):
     for errors in run_ranks(_step_with, 4, {"sabotage": sabotage}, 8, layout):
@@ -259,6 +272,22 @@ def test_the_comparison_notices_a_wrong_scale(sabotage, layout, wrong):
         bad, good = (experts, others) if wrong == "experts" else (others, experts)
         assert min(bad) > 0.4
         assert max(good) < 1e-5
+
+
+def _reduced_in(dtype, layout):
+    """Stored and computed in float64 to reduce in float64; or computed in fp32 and reduced in fp16."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(reduce_dtype=getattr(torch, dtype))
+    return _step(8, layout, policy=policy, to_double=dtype == "float64")
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(4, (1, 4)), (4, (2, 2)), (4, (1, 2)), (1, (1, 1))])
+def test_dtypes_that_fsdp_divides_in_two_parts(world_size, layout):
+    for dtype, tolerance in (("float64", 1e-12), ("float16", 1e-2)):
+        for errors in run_ranks(_reduced_in, world_size, dtype, layout):
+            assert max(errors.values()) < tolerance, errors
 
 
 def _bf16(layout, checkpoint, separate_head):

@@ -7,10 +7,12 @@ if TYPE_CHECKING:
     from fsdp_ep._checkpointing import apply_activation_checkpointing as apply_activation_checkpointing
     from fsdp_ep._errors import ShardingError as ShardingError
     from fsdp_ep._fully_shard import fully_shard_moe as fully_shard_moe
+    from fsdp_ep._gradients import all_reduce_gradients as all_reduce_gradients
     from fsdp_ep._gradients import set_requires_gradient_sync as set_requires_gradient_sync
 
 _HOME = {
     "ShardingError": "fsdp_ep._errors",
+    "all_reduce_gradients": "fsdp_ep._gradients",
     "apply_activation_checkpointing": "fsdp_ep._checkpointing",
     "fully_shard_moe": "fsdp_ep._fully_shard",
     "set_requires_gradient_sync": "fsdp_ep._gradients",

@@ -10,8 +10,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 
 from fsdp_ep._errors import ShardingError
 from fsdp_ep._gradients import set_gradient_scale
-from fsdp_ep._plan import Plan, check_units, find_blocks, find_experts, find_head, find_islands
+from fsdp_ep._plan import Plan, find_blocks, find_experts, find_head, find_islands
 from fsdp_ep._prefetch import set_prefetch
+from fsdp_ep._unit_rules import ShardPlacement, check_dtypes, check_placements, check_ties, owned_parameters
+from fsdp_ep._unused_parameters import fill_unused_gradients
 
 
 def fully_shard_moe(
@@ -28,6 +30,7 @@ def fully_shard_moe(
     separate_lm_head: bool = False,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    shard_placement_fn: ShardPlacement | None = None,
 ) -> nn.Module:
     """Shard `model` in place with FSDP2 so that a step equals one process on the global batch.
 
@@ -56,14 +59,17 @@ def fully_shard_moe(
             are kept, because backward begins with them.
         separate_lm_head: for a loss that calls the head itself, outside of the model's forward.
         offload_policy: FSDP2's, for all units.
-        ignored_params: parameters to leave alone; the caller reduces their gradients.
+        ignored_params: parameters to leave alone; `all_reduce_gradients` reduces what they get.
+        shard_placement_fn: FSDP2's, for all units: which dim of a parameter is sharded; default: dim 0, which may
+            be uneven, with nothing on the last ranks. `Shard(1)` spreads a stack of fewer experts than ranks.
 
     Returns:
         The model.
 
     Raises:
         ShardingError: a model that is sharded already, meshes that do not fit together, no block, no expert stack
-            on `ep_mesh`, an ep rank without an expert, a tied weight in two units.
+            on `ep_mesh`, an ep rank without an expert, a tied weight in two units, a unit stored in two dtypes, a dim
+            that does not divide.
 
     Source: FSDP2 (PyTorch); expert stacks on their own mesh as in TorchTitan.
     """
@@ -77,15 +83,27 @@ def fully_shard_moe(
         embedding=embedding,
         head=(head or find_head(model)) if separate_lm_head else None,
     )
-    check_units(model, plan.units(), ignored_params or ())
-    shared = {"offload_policy": offload_policy or OffloadPolicy(), "ignored_params": ignored_params}
     if plan.experts:
         assert ep_mesh is not None
         _check_meshes(dp_mesh, ep_mesh, expert_dp_mesh)
-        assert expert_dp_mesh is not None
-        experts_policy = _without_casts(policy, policy.param_dtype)
-        for module in plan.experts:
-            _unit(module, expert_dp_mesh, dp_mesh.size(), experts_policy, reshard_after_forward, shared)
+    expert_mesh = expert_dp_mesh or dp_mesh
+    units = plan.units()
+    parameters = owned_parameters(model, units, ignored_params or ())
+    check_ties(parameters)
+    check_dtypes(parameters)
+    check_placements(
+        parameters,
+        shard_placement_fn,
+        lambda unit: expert_mesh if unit is not None and units[unit][0] in plan.experts else dp_mesh,
+    )
+    shared = {
+        "offload_policy": offload_policy or OffloadPolicy(),
+        "ignored_params": ignored_params,
+        "shard_placement_fn": shard_placement_fn,
+    }
+    experts_policy = _without_casts(policy, policy.param_dtype)
+    for module in plan.experts:
+        _unit(module, expert_mesh, dp_mesh.size(), experts_policy, reshard_after_forward, shared)
     if plan.islands:
         # gathered once and kept: it is small, and its modules run all through the model
         _unit(plan.islands, dp_mesh, dp_mesh.size(), _without_casts(policy, None), False, shared)
@@ -95,6 +113,9 @@ def fully_shard_moe(
         _unit(plan.head, dp_mesh, dp_mesh.size(), policy, False, shared)
     _unit(model, dp_mesh, dp_mesh.size(), policy, None if reshard_after_forward else False, shared)
     set_prefetch(plan)
+    inner_units = {module for modules in units for module in modules}
+    for module in [*plan.experts, *plan.blocks]:
+        fill_unused_gradients(module, inner_units)
     return model
 
 

@@ -1,6 +1,6 @@
 """Which modules become FSDP units: found by structure and by mesh, never by name."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -89,14 +89,19 @@ def _check_stack(name: str, parameter: nn.Parameter, ep_mesh: DeviceMesh) -> Non
     if not placement.is_shard(0):
         raise ShardingError("parameter", name, f"has the placement {placement} on ep_mesh", "use Shard(0)")
     num_experts, ep = parameter.shape[0], ep_mesh.size()
-    per_rank = -(-num_experts // ep)
-    if (used := -(-num_experts // per_rank)) < ep:
-        rule = f"{num_experts} experts on {ep} ranks, {per_rank} each, leave {ep - used} without any"
-        raise ShardingError("parameter", name, rule, f"use an ep degree of at most {num_experts} that divides better")
+    if (used := _ranks_with_experts(num_experts, ep)) < ep:
+        rule = f"{num_experts} experts on {ep} ranks, {-(-num_experts // ep)} each, leave {ep - used} without any"
+        good = [d for d in range(1, ep) if ep % d == 0 and _ranks_with_experts(num_experts, d) == d]
+        raise ShardingError("parameter", name, rule, f"use an ep degree that works: {', '.join(map(str, good))}")
+
+
+def _ranks_with_experts(num_experts: int, ep: int) -> int:
+    """`Shard(0)` splits like `torch.chunk`: full ranks first."""
+    return -(-num_experts // -(-num_experts // ep))
 
 
 def find_islands(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.Module]:
-    """The outermost modules with `keep_in_fp32 = True` and parameters, if the rest is computed in another dtype.
+    """The outermost modules with `keep_in_fp32 = True` and parameters, where not all is fp32 (or all float64).
 
     Args:
         param_dtype: what FSDP casts parameters to; None: it leaves them as they are stored.
@@ -105,10 +110,8 @@ def find_islands(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.M
         ShardingError: a parameter in such a module is not stored in fp32.
     """
     islands = list(_outermost_islands(model))
-    inside = {id(parameter) for island in islands for parameter in island.parameters()}
-    stored = {parameter.dtype for parameter in model.parameters() if id(parameter) not in inside}
-    computed = stored if param_dtype is None else {param_dtype}
-    if computed <= {torch.float32}:
+    dtypes = {parameter.dtype for parameter in model.parameters()} | {param_dtype} - {None}
+    if dtypes in ({torch.float32}, {torch.float64}):
         return []
     for island in islands:
         for name, parameter in island.named_parameters():
@@ -153,40 +156,3 @@ def find_embedding(model: nn.Module, blocks: Iterable[nn.Module]) -> nn.Module |
 def _accessor(model: nn.Module, name: str) -> object:
     method = getattr(model, name, None)
     return method() if callable(method) else None
-
-
-def check_units(model: nn.Module, units: Sequence[Sequence[nn.Module]], ignored: Iterable[nn.Parameter]) -> None:
-    """Every unit lies inside `model`, and no parameter belongs to two.
-
-    Raises:
-        ShardingError: a module is not part of the model, or units share a parameter (tied weights would
-            become two, each with a gradient of its own).
-    """
-    unit_of = {id(module): index for index, modules in enumerate(units) for module in modules}
-    missing = set(unit_of) - {id(module) for module in model.modules()}
-    for modules in units:
-        for module in modules:
-            if id(module) in missing:
-                rule = "is not a module of the model"
-                raise ShardingError("units", type(module).__name__, rule, "pass modules that model.modules() has")
-    skipped = {id(parameter) for parameter in ignored}
-    owners: dict[int, tuple[int | None, str]] = {}
-    for name, parameter, unit in _owned(model, unit_of, None, ""):
-        if id(parameter) in skipped:
-            continue
-        first_unit, first_name = owners.setdefault(id(parameter), (unit, name))
-        if first_unit != unit:
-            rule = f"is the same parameter as {first_name}, and the two would be in different FSDP units"
-            hint = "keep tied weights in one unit: without separate_lm_head and embedding both stay with the root"
-            raise ShardingError("parameter", name, rule, hint)
-
-
-def _owned(
-    module: nn.Module, unit_of: dict[int, int], unit: int | None, prefix: str
-) -> Iterator[tuple[str, nn.Parameter, int | None]]:
-    """Each parameter under each of its names, with the innermost unit around it (None: the root)."""
-    unit = unit_of.get(id(module), unit)
-    for name, parameter in module.named_parameters(recurse=False):
-        yield prefix + name, parameter, unit
-    for name, child in module.named_children():
-        yield from _owned(child, unit_of, unit, f"{prefix}{name}.")
