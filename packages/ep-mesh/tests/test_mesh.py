@@ -35,7 +35,15 @@ def _built(degrees):
 
 @pytest.mark.parametrize(
     ("world_size", "degrees"),
-    [(1, {}), (2, {"ep": 2}), (4, {}), (4, {"ep": 2}), (4, {"ep": 4}), (4, {"dp_replicate": 2, "ep": 2})],
+    [
+        (1, {}),
+        (2, {"ep": 2}),
+        (4, {}),
+        (4, {"ep": 2}),
+        (4, {"ep": 4}),
+        (4, {"dp_replicate": 2, "ep": 2}),
+        (8, {"dp_replicate": 2, "ep": 2}),
+    ],
 )
 def test_all_names_resolve_at_every_degree(world_size, degrees):
     dp_replicate, ep = degrees.get("dp_replicate", 1), degrees.get("ep", 1)

@@ -40,6 +40,12 @@ def test_a_broken_rule_becomes_one_problem(mesh, model, key):
     assert problem.hint
 
 
+def test_all_broken_rules_become_problems():
+    problems = moe_validate(_config(MeshConfig(dp_shard=4, tp=2, ep=3), num_experts=2), 4)
+    assert [problem.key for problem in problems] == ["mesh.ep", "mesh.dp_shard", "mesh.ep", "mesh.ep"]
+    assert len({problem.rule for problem in problems}) == 4
+
+
 @pytest.mark.parametrize("model", [{}, {"num_experts": 10}, {"dim": 3}])
 def test_a_good_mesh_has_no_problem(model):
     assert moe_validate(_config(MeshConfig(ep=4), **model), 4) == []

@@ -20,11 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         degrees = {name: getattr(options, name) for name in ("ep", "tp", "pp", "cp")}
         config = MeshConfig(dp_replicate=dp_replicate, dp_shard=dp_shard, **degrees)
-        rows = rank_table(config, options.world_size, options.num_experts)
+        broken = config.broken_rules(options.world_size, options.num_experts)
     except MeshConfigError as error:
+        broken = [error]
+    for error in broken:
         print(f"ep-mesh: {error}", file=sys.stderr)
+    if broken:
         return _EXIT_USAGE
-    print(format_table(rows))
+    print(format_table(rank_table(config, options.world_size, options.num_experts)))
     return 0
 
 

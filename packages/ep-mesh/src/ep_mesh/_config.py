@@ -107,70 +107,94 @@ class MeshConfig:
             MeshConfigError: more than one -1; the product is not the world size; `ep` does not divide
                 `dp_shard`, is combined with `tp`, `pp` or `cp`, or leaves a rank without an expert.
         """
-        if world_size < 1:
-            raise MeshConfigError("world_size", world_size, "must be at least 1", "it is the number of ranks")
-        resolved = self._fill_rest(world_size)
-        resolved._refuse_model_parallel_ep()
-        resolved._refuse_wrong_product(world_size)
-        resolved._refuse_uneven_ep()
-        if num_experts is not None:
-            resolved._refuse_empty_ep_rank(num_experts)
-        return resolved
+        broken = self.broken_rules(world_size, num_experts)
+        if broken:
+            raise broken[0]
+        return self._fill_rest(world_size)
 
-    def _fill_rest(self, world_size: int) -> "MeshConfig":
+    def broken_rules(self, world_size: int, num_experts: int | None = None) -> list[MeshConfigError]:
+        """Every rule that `resolve` would refuse these degrees for, the one that it raises first; none: it accepts.
+
+        A rule is left out where another one that is broken leaves its numbers open.
+        """
+        resolved = self
+        broken = [self._world_size_rule(world_size) or self._rest_rule(world_size)]
+        if broken == [None]:
+            resolved = self._fill_rest(world_size)
+            broken += [self._model_parallel_rule(), resolved._product_rule(world_size)]
+        else:
+            broken.append(self._model_parallel_rule())
+        if resolved.dp_shard != REST:
+            broken += [resolved._divisor_rule(), resolved._expert_rule(num_experts)]
+        return [rule for rule in broken if rule is not None]
+
+    def _world_size_rule(self, world_size: int) -> MeshConfigError | None:
+        if world_size >= 1:
+            return None
+        return MeshConfigError("world_size", world_size, "must be at least 1", "it is the number of ranks")
+
+    def _rest_rule(self, world_size: int) -> MeshConfigError | None:
         unknown = [key for key in _INFERABLE if getattr(self, key) == REST]
-        if not unknown:
-            return self
         if len(unknown) > 1:
             rule = "only one of dp_replicate and dp_shard may be -1"
-            raise MeshConfigError("dp_replicate", REST, rule, "dp_replicate = 1 is FSDP over all of the world")
-        key = unknown[0]
-        others = {name: getattr(self, name) for name in (*_INFERABLE, *_MODEL_PARALLEL) if name != key}
+            return MeshConfigError("dp_replicate", REST, rule, "dp_replicate = 1 is FSDP over all of the world")
+        others = self._factors()
         product = math.prod(others.values())
-        if world_size % product:
-            given = " * ".join(f"{name} {size}" for name, size in others.items() if size > 1)
-            raise MeshConfigError(
-                key,
-                REST,
-                f"the other degrees ({given} = {product}) must divide the world size {world_size}",
-                f"start a multiple of {product} ranks, or lower a degree; ep is no factor of the world",
-            )
-        return attrs.evolve(self, **{key: world_size // product})
+        if not unknown or world_size % product == 0:
+            return None
+        given = " * ".join(f"{name} {size}" for name, size in others.items() if size > 1)
+        rule = f"the other degrees ({given} = {product}) must divide the world size {world_size}"
+        hint = f"start a multiple of {product} ranks, or lower a degree; ep is no factor of the world"
+        return MeshConfigError(unknown[0], REST, rule, hint)
 
-    def _refuse_model_parallel_ep(self) -> None:
-        combined = [f"{name} = {getattr(self, name)}" for name in _MODEL_PARALLEL if getattr(self, name) > 1]
-        if self.ep > 1 and combined:
-            rule = f"cannot be combined with tensor, pipeline or context parallelism ({', '.join(combined)})"
-            raise MeshConfigError("ep", self.ep, rule, "set ep = 1, or tp = pp = cp = 1")
+    def _fill_rest(self, world_size: int) -> "MeshConfig":
+        rest = world_size // math.prod(self._factors().values())
+        return attrs.evolve(self, **{key: rest for key in _INFERABLE if getattr(self, key) == REST})
 
-    def _refuse_wrong_product(self, world_size: int) -> None:
+    def _factors(self) -> dict[str, int]:
+        """The degrees whose product is the world, without those that are open."""
         degrees = {name: getattr(self, name) for name in (*_INFERABLE, *_MODEL_PARALLEL)}
+        return {name: size for name, size in degrees.items() if size != REST}
+
+    def _model_parallel_rule(self) -> MeshConfigError | None:
+        combined = [f"{name} = {getattr(self, name)}" for name in _MODEL_PARALLEL if getattr(self, name) > 1]
+        if self.ep == 1 or not combined:
+            return None
+        rule = f"cannot be combined with tensor, pipeline or context parallelism ({', '.join(combined)})"
+        return MeshConfigError("ep", self.ep, rule, "set ep = 1, or tp = pp = cp = 1")
+
+    def _product_rule(self, world_size: int) -> MeshConfigError | None:
+        degrees = self._factors()
         product = math.prod(degrees.values())
         if product == world_size:
-            return
+            return None
         formula = " * ".join(name for name, size in degrees.items() if size > 1 or name in _INFERABLE)
         fix = f"dp_shard = -1 takes what is left, or start {product} ranks"
         if self.ep > 1 and product * self.ep == world_size:
             fix = f"ep is carved out of dp_shard and is no factor of the world: dp_shard = {self.dp_shard * self.ep}"
         rule = f"{formula} = {product} must be the world size {world_size}"
-        raise MeshConfigError("dp_shard", self.dp_shard, rule, fix)
+        return MeshConfigError("dp_shard", self.dp_shard, rule, fix)
 
-    def _refuse_uneven_ep(self) -> None:
-        if self.dp_shard % self.ep:
-            rule = f"must divide dp_shard = {self.dp_shard}, which it is carved out of"
-            hint = f"degrees that do: {_listed(_divisors(self.dp_shard))}"
-            raise MeshConfigError("ep", self.ep, rule, hint)
+    def _divisor_rule(self) -> MeshConfigError | None:
+        if self.dp_shard % self.ep == 0:
+            return None
+        rule = f"must divide dp_shard = {self.dp_shard}, which it is carved out of"
+        return MeshConfigError("ep", self.ep, rule, f"degrees that do: {_listed(_divisors(self.dp_shard))}")
 
-    def _refuse_empty_ep_rank(self, num_experts: int) -> None:
+    def _expert_rule(self, num_experts: int | None) -> MeshConfigError | None:
+        if num_experts is None:
+            return None
         if num_experts < 1:
-            raise MeshConfigError("num_experts", num_experts, "must be at least 1", "experts in one layer")
+            return MeshConfigError("num_experts", num_experts, "must be at least 1", "experts in one layer")
         counts = [len(experts) for experts in expert_ranges(num_experts, self.ep)]
-        if min(counts) == 0:
-            shown = ", ".join(map(str, counts[:8])) + (", ..." if len(counts) > 8 else "")
-            rule = f"leaves a rank without an expert: {num_experts} experts on {self.ep} ranks are {shown}"
-            good = [d for d in _divisors(self.dp_shard) if len(expert_ranges(num_experts, d)[-1])]
-            hint = f"degrees that work with dp_shard = {self.dp_shard}: {_listed(good)}"
-            raise MeshConfigError("ep", self.ep, rule, hint)
+        if min(counts) > 0:
+            return None
+        shown = ", ".join(map(str, counts[:8])) + (", ..." if len(counts) > 8 else "")
+        rule = f"leaves a rank without an expert: {num_experts} experts on {self.ep} ranks are {shown}"
+        good = [d for d in _divisors(self.dp_shard) if len(expert_ranges(num_experts, d)[-1])]
+        return MeshConfigError(
+            "ep", self.ep, rule, f"degrees that work with dp_shard = {self.dp_shard}: {_listed(good)}"
+        )
 
     def _refuse_unresolved(self) -> None:
         for key in _INFERABLE:

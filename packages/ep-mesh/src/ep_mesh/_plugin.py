@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ep_mesh._config import MeshConfig, MeshConfigError
+from ep_mesh._config import MeshConfig
 from moe_core.plugins import Component, Problem, hookimpl
 
 if TYPE_CHECKING:
@@ -23,11 +23,8 @@ def moe_validate(config: "Config", world_size: int) -> list[Problem]:
     mesh = config["mesh"].config
     if not isinstance(mesh, MeshConfig):
         return []
-    try:
-        mesh.resolve(world_size, _num_experts(config))
-    except MeshConfigError as error:
-        return [Problem(key=f"mesh.{error.key}", rule=error.rule, value=error.value, hint=error.hint)]
-    return []
+    broken = mesh.broken_rules(world_size, _num_experts(config))
+    return [Problem(f"mesh.{error.key}", error.rule, error.value, error.hint) for error in broken]
 
 
 def device_mesh(config: MeshConfig, run: "Run") -> "DeviceMesh":
