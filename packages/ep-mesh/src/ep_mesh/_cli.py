@@ -23,8 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         broken = config.broken_rules(options.world_size, options.num_experts)
     except MeshConfigError as error:
         broken = [error]
-    for error in broken:
-        print(f"ep-mesh: {error}", file=sys.stderr)
+    for problem in broken:
+        print(f"ep-mesh: {problem}", file=sys.stderr)
     if broken:
         return _EXIT_USAGE
     print(format_table(rank_table(config, options.world_size, options.num_experts)))
