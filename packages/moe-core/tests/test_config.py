@@ -10,7 +10,7 @@ import pytest
 from attrs import validators
 
 from moe_core.config import ConfigError, load_config, validate
-from moe_core.plugins import Component, Problem, Selected, component_field, hookimpl, load_registry
+from moe_core.plugins import Component, Problem, Run, Selected, component_field, hookimpl, load_registry
 from moe_core.plugins.kinds import TABLES
 
 
@@ -199,3 +199,64 @@ def test_rules_between_tables_are_asked_before_anything_starts(registry, write):
 def test_a_name_that_no_plugin_offers_lists_those_there_are(registry):
     (problem,) = _problems(registry, (), ["loss.type=zzz"])
     assert "chunked_clm_cross_entropy" in problem
+
+
+@attrs.frozen
+class LayerConfig:
+    """A model that leaves the experts' product to the config, as anybody's may."""
+
+    grouped_gemm: Selected | None = component_field("grouped_gemm")
+
+
+def build_layer(config, run):
+    from moe_core import MoE
+
+    gemm = config.grouped_gemm.build(run) if config.grouped_gemm else "auto"
+    return MoE(dim=8, num_experts=3, top_k=2, hidden_dim=8, grouped_gemm=gemm)
+
+
+def build_counting(config, run):
+    calls = []
+
+    def product(rows, weight, tokens_per_expert):
+        from moe_core._grouped_gemm import loop
+
+        calls.append(tuple(weight.shape))
+        return loop(rows, weight, tokens_per_expert)
+
+    product.calls = calls
+    return product
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "loop", "counting", None])
+def test_a_grouped_gemm_that_a_file_names_is_the_one_that_the_experts_use(monkeypatch, write, name):
+    import torch
+
+    from moe_core import _grouped_gemm
+
+    module = types.ModuleType("plugin_with_a_layer")
+    parts = {"Layer": LayerConfig, "build_layer": build_layer, "Empty": Empty, "build_counting": build_counting}
+    vars(module).update(parts)
+    here = module.__name__
+    components = [Component(kind, other, f"{here}:Empty", "x:y") for kind, other in TABLES.items() if kind != "model"]
+    components += [Component("tracker", other, f"{here}:Empty", "x:y") for other in ("console", "jsonl")]
+    components += [
+        Component("model", "layer", f"{here}:Layer", f"{here}:build_layer"),
+        Component("grouped_gemm", "counting", f"{here}:Empty", f"{here}:build_counting"),
+    ]
+    module.moe_components = hookimpl(lambda: components, specname="moe_components")
+    monkeypatch.setitem(sys.modules, here, module)
+    points = [EntryPoint("tests", here, "moe_core"), EntryPoint("moe-core", "moe_core._plugin", "moe_core")]
+    table = f'[model.grouped_gemm]\ntype = "{name}"\n' if name else ""
+    config = load_config(write(f'[model]\ntype = "layer"\n{table}'), registry=load_registry(points))
+
+    layer = config["model"].build(Run(config))
+    chosen = layer.experts.grouped_gemm
+    layer(torch.randn(5, 8)).square().sum().backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in layer.parameters())
+    if name == "counting":
+        assert chosen.calls == [(3, 8, 8)] * 2
+    else:
+        assert chosen is (getattr(_grouped_gemm, name) if name else None)
+    with pytest.raises(ConfigError, match="did you mean 'grouped_mm'"):
+        load_config((), ["model.type=layer", "model.grouped_gemm.type=grouped_nn"], registry=load_registry(points))

@@ -24,9 +24,10 @@ def update_router_bias(
 
     The loads are those of all routers of `model` since the last call, summed over all ranks given: every
     data-parallel rank, expert-parallel peers and replicas included, so that the bias stays equal bit for bit
-    everywhere. One collective for all layers on a group or 1-D mesh; one per axis on a mesh of several. Every
-    rank must call it. A router without bias only has its counts reset. (DeepSeek-V3; the mean of the bias is left
-    where it drifts, which changes no choice.)
+    everywhere. One collective for all layers, on a mesh of several axes too if it has been flattened (as a mesh
+    of ep-mesh has, under the name "dp"); else one per axis, since a step must create no group. Every rank must
+    call it. A router without bias only has its counts reset. (DeepSeek-V3; the mean of the bias is left where it
+    drifts, which changes no choice.)
 
     Args:
         mesh_or_group: a process group, a `DeviceMesh` of any axes, or None for one process.
@@ -51,11 +52,27 @@ def update_router_bias(
 
 def _groups(mesh_or_group: "DeviceMesh | ProcessGroup | None") -> "Iterator[ProcessGroup]":
     if isinstance(mesh_or_group, DeviceMesh):
-        for axis in range(mesh_or_group.ndim):
-            if mesh_or_group.size(axis) > 1:
-                yield mesh_or_group.get_group(axis)
+        mesh = _flattened(mesh_or_group)
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                yield mesh.get_group(axis)
     elif mesh_or_group is not None:
         yield mesh_or_group
+
+
+def _flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """The 1-D mesh of the same ranks, if it has been made of this mesh or of what it is a part of; else the mesh.
+
+    Torch keeps flattened meshes in a private mapping of the root, and deprecates finding them by slicing it.
+    """
+    if mesh.ndim == 1:
+        return mesh
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    ranks = mesh.mesh.flatten().tolist()
+    for other in getattr(root, "_flatten_mapping", {}).values():
+        if other.mesh.flatten().tolist() == ranks:
+            return other
+    return mesh
 
 
 def sequence_balance_loss(
