@@ -1,0 +1,238 @@
+"""Lost ranks, odd inputs, repeated and second-order backward passes, and recomputation that would break a tie anew."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ep_dispatch import AllToAllDispatcher, build_permute_indices, shard_experts
+from ep_dispatch._permute import inverse_permutation, sort_by_expert
+from moe_core import GroupedExperts, MoE
+from moe_core.testing import RankFailed, run_ranks
+
+D, F, E, K = 16, 16, 5, 2
+
+
+def make_mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+def lose_a_rank(number, folder):
+    """Rank 1 is killed as it is about to start its `number`-th exchange; the others write down how they end."""
+    import ep_dispatch._exchange as exchange
+
+    mesh, original, calls = make_mesh(), exchange.start, []
+    layer = shard_experts(GroupedExperts(E, D, F), mesh)
+
+    def start(*args):
+        calls.append(None)
+        if dist.get_rank() == 1 and len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    import ep_dispatch._all_to_all as all_to_all
+
+    exchange.start = all_to_all.start = start
+    hidden = torch.randn(4, D, requires_grad=True)
+    begin = time.monotonic()
+    try:
+        layer(hidden, torch.tensor([[0, 4]] * 4), torch.rand(4, K)).sum().backward()
+    except RuntimeError as error:
+        Path(folder, str(dist.get_rank())).write_text(f"{time.monotonic() - begin} {error}")
+        raise
+
+
+@pytest.mark.parametrize("number", [1, 2, 5], ids=["counts", "rows", "backward"])
+def test_the_others_end_with_an_error_when_a_rank_is_killed(number, tmp_path):
+    with pytest.raises(RankFailed, match="rank 1 of 2 failed:\nkilled by signal 9"):
+        run_ranks(lose_a_rank, 2, number, str(tmp_path), timeout=30)
+    seconds, message = (tmp_path / "0").read_text().split(" ", 1)
+    assert float(seconds) < 10
+    assert "gloo" in message
+
+
+def wait_for_a_rank_that_does_not_come():
+    limit = timedelta(seconds=3)
+    dist.barrier()  # the limit is for making the group as well
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1], timeout=limit), "cpu", mesh_dim_names=("ep",))
+    dispatcher = AllToAllDispatcher(mesh)
+    ids = torch.tensor([[0, 4]] * 3)
+    dispatcher.dispatch(torch.randn(3, D), ids, E).wait()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="Timed out waiting 3000ms"):
+            dispatcher.dispatch(torch.randn(3, D), ids, E).wait()
+    dist.barrier()  # only then rank 1 is there again
+
+
+def test_a_dispatch_ends_at_the_time_limit_of_the_group():
+    run_ranks(wait_for_a_rank_that_does_not_come, 2, timeout=30)
+
+
+def make_layers(seed=0, **options):
+    torch.manual_seed(seed)
+    whole, layer = (GroupedExperts(E, D, F, **options) for _ in range(2))
+    layer.load_state_dict(whole.state_dict())
+    return whole, shard_experts(layer, make_mesh())
+
+
+def odd_inputs():
+    """By case: whether the layer equals the replicated one, whose input is the ordinary one."""
+    rank = dist.get_rank()
+    whole, layer = make_layers()
+    hidden, weights = torch.randn(8, D), torch.rand(8, K)
+    ids = torch.rand(8, E).argsort(1)[:, :K]
+    mine = slice(0, 5) if rank == 0 else slice(5, 8)
+    expected = whole(hidden, ids, weights)[mine]
+    h, i, w = hidden[mine], ids[mine], weights[mine]
+    wide = torch.zeros(len(h), 2 * D)
+    wide[:, ::2] = h
+    results = {
+        "transposed": torch.equal(
+            layer(h.t().contiguous().t(), i.t().contiguous().t(), w.t().contiguous().t()), expected
+        ),
+        "strided": torch.equal(layer(wide[:, ::2], i, w), expected),
+        "expanded": torch.equal(layer(h[:1].expand(3, D), i[:1].expand(3, K), w[:1].expand(3, K))[0], expected[0]),
+        "int32 ids": torch.equal(layer(h, i.int(), w), expected),
+        "no choices": torch.equal(layer(h, i[:, :0], w[:, :0]), torch.zeros_like(h)),
+        "inference": torch.equal(torch.inference_mode()(layer)(h, i, w), expected),
+    }
+    layer(h, i, w).sum().backward()
+    gradients = [p.grad.full_tensor() for p in layer.parameters()]
+    whole(hidden, ids, weights).sum().backward()
+    results["hidden without gradient"] = all(
+        torch.equal(one, other.grad) for one, other in zip(gradients, whole.parameters(), strict=True)
+    )
+    return [name for name, holds in results.items() if not holds]
+
+
+def test_odd_inputs_have_the_bits_of_ordinary_ones():
+    assert run_ranks(odd_inputs, 2) == [[], []]
+
+
+def one_token_in_bf16():
+    rank = dist.get_rank()
+    whole, layer = make_layers(dtype=torch.bfloat16)
+    hidden, weights = torch.randn(1, D).bfloat16(), torch.rand(1, K)
+    results = []
+    for module, tokens in ((whole, 1), (layer, 1 - rank)):
+        x = hidden[:tokens].clone().requires_grad_()
+        out = module(x, torch.tensor([[4, 0]])[:tokens], weights[:tokens])
+        out.backward(torch.ones_like(out))
+        results.append((out, x.grad))
+    return [torch.equal(one[: 1 - rank], other) for one, other in zip(*results, strict=True)]
+
+
+def test_one_token_in_bf16_and_none_on_the_other_rank():
+    assert run_ranks(one_token_in_bf16, 2) == [[True, True]] * 2
+
+
+def backward_again():
+    _, layer = make_layers()
+    hidden, weights = torch.randn(6, D, requires_grad=True), torch.rand(6, K, requires_grad=True)
+    inputs = (hidden, weights, *layer.parameters())
+    out = layer(hidden, torch.rand(6, E).argsort(1)[:, :K], weights)
+    once = torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)
+    # another upstream gradient in between: what an exchange holds must not outlive its pass
+    torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+    again = torch.autograd.grad(out.square().sum(), inputs)
+    same = [torch.equal(a.to_local(), b.to_local()) for a, b in zip(once[2:], again[2:], strict=True)]
+    return [torch.equal(a, b) for a, b in zip(once[:2], again[:2], strict=True)] + same
+
+
+def test_a_second_backward_through_a_retained_graph_gives_the_same_gradients():
+    assert run_ranks(backward_again, 2) == [[True] * 4] * 2
+
+
+def gradient_of_a_gradient():
+    _, layer = make_layers()
+    hidden = torch.randn(6, D, requires_grad=True)
+    out = layer(hidden, torch.rand(6, E).argsort(1)[:, :K], torch.rand(6, K))
+    (gradient,) = torch.autograd.grad(out.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    run_ranks(gradient_of_a_gradient, 2)
+
+
+def marked(ctx, op, *args, **kwargs):
+    keep = getattr(op, "must_save", False)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def ties_broken_otherwise_in_recomputation(keep_what_is_marked):
+    """All logits equal; the router turns its scores' order around in its second call.
+
+    Returns the gradients with checkpointing, those without, and how often the router chose.
+    """
+    torch.manual_seed(0)
+    layer = shard_experts(MoE(dim=D, num_experts=4, top_k=K, hidden_dim=F), make_mesh())
+    torch.nn.init.zeros_(layer.router.weight)
+    hidden = torch.randn(5 + dist.get_rank(), D)
+    choose, calls = layer.router._choose, []
+    tilts = [torch.zeros(4), torch.linspace(0, 1e-6, 4)]
+
+    def choose_otherwise(scores):
+        calls.append(None)
+        return choose(scores + tilts[len(calls) - 1])
+
+    def gradients(run):
+        x = hidden.clone().requires_grad_()
+        layer.zero_grad()
+        out = run(x)
+        out.backward(torch.ones_like(out))
+        stacks = [p.grad.to_local().clone() for p in layer.experts.parameters()]
+        return [x.grad, layer.router.weight.grad.clone(), *stacks]
+
+    def checkpointed(x):
+        contexts = {"context_fn": lambda: create_selective_checkpoint_contexts(marked)}
+        return checkpoint(layer, x, use_reentrant=False, **(contexts if keep_what_is_marked else {}))
+
+    expected = gradients(layer)
+    layer.router._choose = choose_otherwise
+    return gradients(checkpointed), expected, len(calls)
+
+
+def test_recomputation_breaks_no_tie_anew_if_what_is_marked_is_kept():
+    for got, expected, calls in run_ranks(ties_broken_otherwise_in_recomputation, 2, True):
+        assert calls == 2
+        assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def test_without_the_mark_a_recomputation_sends_other_rows_and_fails():
+    with pytest.raises(RankFailed, match="CheckpointError"):
+        run_ranks(ties_broken_otherwise_in_recomputation, 2, False)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_permutation_and_its_inverse_leave_rows_as_they_were(data):
+    """Also where tokens have other numbers of choices than their neighbours."""
+    sources, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 7))
+    counts = torch.tensor(
+        data.draw(st.lists(st.integers(0, 4), min_size=sources * experts, max_size=sources * experts))
+    )
+    indices = build_permute_indices(counts.view(sources, experts))
+    rows = torch.arange(len(indices))
+    assert torch.equal(rows[indices][inverse_permutation(indices)], rows)
+    assert torch.equal(indices.sort().values, rows)
+
+    tokens, choices = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 4))
+    drawn = data.draw(st.lists(st.integers(0, experts), min_size=tokens * choices, max_size=tokens * choices))
+    ids = torch.tensor(drawn, dtype=torch.int64).view(tokens, choices)
+    place, row, count = sort_by_expert(ids, experts)
+    assert torch.equal(place[row.flatten()], torch.arange(tokens * choices))
+    by_expert = sorted(range(tokens * choices), key=lambda i: (drawn[i], i))
+    assert place.tolist() == by_expert
+    assert count.tolist() == [drawn.count(expert) for expert in range(experts)]
