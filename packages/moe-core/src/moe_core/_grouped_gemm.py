@@ -3,8 +3,13 @@
 Both compute `rows[s:t] @ weight[i].T` for the rows s..t of expert i, give experts without rows a gradient of
 exact zeros, and give rows past the last expert's, which may hold anything, zeros in the result and in the
 gradient, chosen by `where` so that a NaN there does not spread.
+
+A CPU without instructions for a 16-bit dtype takes up to 40 times longer for its products than for those in fp32;
+there both take them in fp32 and round the results, which is the same arithmetic.
 """
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -92,9 +97,10 @@ def pick(rows: Tensor, *weights: Tensor) -> GroupedGemm:
     """The back end for these operands: `grouped_mm` where it has a fast kernel, else `loop`.
 
     Off the CPU that is bf16 (other dtypes go expert by expert there too, and read the counts back). On the CPU
-    narrow widths leave an expert's rows unaligned, where only `loop` keeps the result independent of that.
+    narrow widths leave an expert's rows unaligned, where only `loop` keeps the result independent of that; and
+    where products of a 16-bit dtype are taken in fp32, `loop` converts one expert at a time.
     """
-    if any(why_not_grouped_mm(rows, weight) for weight in weights):
+    if any(why_not_grouped_mm(rows, weight) for weight in weights) or _through_fp32(rows):
         return loop
     if rows.device.type == "cpu":
         widths = [width for weight in weights for width in weight.shape[1:]]
@@ -126,6 +132,32 @@ def _check_shapes(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> No
         )
 
 
+def _through_fp32(rows: Tensor) -> bool:
+    """Whether products of these rows are taken in fp32."""
+    return rows.device.type == "cpu" and not _has_instructions(rows.dtype)
+
+
+@cache
+def _has_instructions(dtype: torch.dtype) -> bool:
+    """Whether this machine's CPU multiplies in `dtype`."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    if not known:  # an older torch does not tell
+        return True
+    if known.get("architecture") == "x86_64":
+        names = ("avx512_bf16", "amx_bf16") if dtype == torch.bfloat16 else ("avx512_fp16", "amx_fp16")
+        return any(known.get(name, False) for name in names)
+    bf16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.bfloat16 and bf16
+
+
+def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    if _through_fp32(left):
+        return F.grouped_mm(left.float(), right.float(), offs=offsets).to(left.dtype)
+    return F.grouped_mm(left, right, offs=offsets)
+
+
 def _zero_past(rows: Tensor, end: Tensor) -> Tensor:
     inside = torch.arange(rows.shape[0], device=rows.device) < end
     return torch.where(inside.unsqueeze(1), rows, 0)
@@ -138,7 +170,7 @@ class _GroupedMM(torch.autograd.Function):
         ctx.exact = exact
         if rows.shape[0] == 0:
             return rows.new_zeros(0, weight.shape[1])
-        out = F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
+        out = _grouped_product(rows, weight.transpose(1, 2), offsets)
         return out if exact else _zero_past(out, offsets[-1])
 
     @staticmethod
@@ -151,10 +183,10 @@ class _GroupedMM(torch.autograd.Function):
         grad = grad.contiguous()  # an expanded gradient has strides that the kernel refuses
         grad_rows = grad_weight = None
         if needs_rows:
-            grad_rows = F.grouped_mm(grad, weight, offs=offsets)
+            grad_rows = _grouped_product(grad, weight, offsets)
             grad_rows = grad_rows if ctx.exact else _zero_past(grad_rows, offsets[-1])
         if needs_weight:
-            grad_weight = F.grouped_mm(grad.t(), rows, offs=offsets)
+            grad_weight = _grouped_product(grad.t(), rows, offsets)
         return grad_rows, grad_weight, None, None
 
 
@@ -220,6 +252,9 @@ def _(grad: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if _through_fp32(out):
+        out.copy_(torch.mm(left.float(), right.float()))
+        return
     # which kernel BLAS takes, and with it the last bit, depends on the alignment of its operands
     if out.device.type == "cpu" and out.data_ptr() % BLAS_BYTES:
         out.copy_(torch.mm(left, right))
