@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grad_clip_multimesh._groups import Groups
-from grad_clip_multimesh._norm import LocalTo, find_piece, on_device, total_norm
+from grad_clip_multimesh._norm import LocalTo, find_pieces, on_device, total_norm
 
 _EPSILON = 1e-6
 """torch's: keeps the factor finite where the norm is 0."""
@@ -47,8 +47,9 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is NaN or infinite, on all ranks, before anything is scaled.
         foreach: False takes tensors one by one, which needs less memory at a time.
         local_to: parameters that differ from rank to rank of a mesh without saying so, with that mesh: plain
-            experts of this rank, or experts that FSDP shards over the ranks that have the same ones. Other
-            plain parameters are taken to be the same on all ranks.
+            experts of this rank, or experts that FSDP shards over the ranks that have the same ones. Ranks may
+            have different numbers of plain ones; a rank that has none passes an empty tensor in their place.
+            Plain parameters that are not named are taken to be the same on all ranks.
         pipeline_group: ranks that hold other layers; the norm is taken over theirs too, in fp32. A rank that
             holds none calls with an empty list.
 
@@ -161,9 +162,8 @@ def _checked_norm(
     local_to = local_to or {}
     _check_local_to(local_to, owners)
     groups = Groups()
-    pieces = [find_piece(o, g, groups, local_to) for o, g in zip(owners, gradients, strict=True)]
     norm = total_norm(
-        pieces,
+        find_pieces(owners, gradients, groups, local_to),
         norm_type,
         groups,
         foreach,

@@ -25,22 +25,31 @@ class Piece:
     tensor: Tensor | None
     """None: this rank has no gradient, others may have."""
     divided_over: tuple[Ranks, ...]
+    local: bool
+    """Other ranks may have more or fewer of these."""
 
 
-def find_piece(owner: Tensor, gradient: Tensor | None, groups: Groups, local_to: LocalTo) -> Piece:
-    """Where `owner` lies decides, not the gradient: every rank has the first, and must reduce alike."""
+def find_pieces(
+    owners: Sequence[Tensor], gradients: Sequence[Tensor | None], groups: Groups, local_to: LocalTo
+) -> list[Piece]:
+    """Where an owner lies decides, not its gradient: every rank has the first, and must reduce alike."""
+    # all of them before the first Partial gradient is reduced: errors come before communication
+    divisions = [_division(owner, groups, local_to) for owner in owners]
+    return [
+        Piece(_local_part(gradient, owner), divided_over, owner in local_to)
+        for owner, gradient, divided_over in zip(owners, gradients, divisions, strict=True)
+    ]
+
+
+def _division(owner: Tensor, groups: Groups, local_to: LocalTo) -> tuple[Ranks, ...]:
     divided_over: tuple[Ranks, ...] = ()
     if isinstance(owner, DTensor):
-        if gradient is not None:
-            gradient = _local_part(gradient, owner)
         divided_over = groups.dividing(owner.device_mesh, owner.placements)
-    if owner in local_to:
-        divided_over = groups.local_to(local_to[owner], divided_over)
-    return Piece(gradient, divided_over)
+    return groups.local_to(local_to[owner], divided_over) if owner in local_to else divided_over
 
 
-def _local_part(gradient: Tensor, owner: DTensor) -> Tensor:
-    if not isinstance(gradient, DTensor):
+def _local_part(gradient: Tensor | None, owner: Tensor) -> Tensor | None:
+    if not isinstance(gradient, DTensor) or not isinstance(owner, DTensor):
         return gradient
     placements = [Replicate() if p.is_partial() else p for p in owner.placements]
     if list(gradient.placements) != placements:
@@ -62,30 +71,56 @@ def total_norm(
     """The p-norm over all pieces on all ranks: [] of `dtype` on `device`, equal on all ranks.
 
     One all-reduce for each distinct group. It carries one number for each tensor, so that the result is
-    that of one process up to the rounding of a single norm. Groups come in the order in which the tensors
-    do, which is the same on every rank.
+    that of one process up to the rounding of a single norm; and one for all that are local to a rank, since
+    the ranks may have different numbers of these. Groups come in the order in which the tensors do, those of
+    local ones last, which is the same on every rank.
     """
-    by_groups: dict[tuple[Ranks, ...], list[int]] = defaultdict(list)
-    for index, piece in enumerate(pieces):
-        if piece.tensor is not None or piece.divided_over:
-            by_groups[piece.divided_over].append(index)
-    order = [index for indices in by_groups.values() for index in indices]
+    kinds = _alike(pieces)
+    order = [index for indices in kinds.values() for index in indices]
     norms = _local_norms([pieces[index].tensor for index in order], norm_type, foreach, device=device, dtype=dtype)
-    parts = dict(zip(by_groups, norms.split([len(indices) for indices in by_groups.values()]), strict=True))
-    for ranks in dict.fromkeys(ranks for divided_over in parts for ranks in divided_over):
-        shared = [key for key in parts if ranks in key]
-        reduced = _reduce(torch.cat([parts[key] for key in shared]), norm_type, groups[ranks])
-        parts.update(zip(shared, reduced.split([len(parts[key]) for key in shared]), strict=True))
-    wholes = torch.cat([*parts.values(), norms.new_zeros(0)])
-    if len(parts) > 1:  # back to the order of the tensors, for the rounding of one process
-        wholes = torch.stack(
-            [whole for _, whole in sorted(zip(order, wholes.unbind(), strict=True), key=itemgetter(0))]
-        )
-    total = torch.linalg.vector_norm(wholes, norm_type) if order else norms.new_zeros(())
+    parts = dict(zip(kinds, norms.split([len(indices) for indices in kinds.values()]), strict=True))
+    for kind in kinds:
+        if kind.local:
+            parts[kind] = torch.linalg.vector_norm(parts[kind], norm_type, keepdim=True)
+    for ranks in dict.fromkeys(ranks for kind in kinds for ranks in kind.divided_over):
+        shared = [kind for kind in kinds if ranks in kind.divided_over]
+        reduced = _reduce(torch.cat([parts[kind] for kind in shared]), norm_type, groups[ranks])
+        parts.update(zip(shared, reduced.split([len(parts[kind]) for kind in shared]), strict=True))
+    total = norms.new_zeros(())
+    if parts:
+        total = torch.linalg.vector_norm(_in_order_of_tensors(kinds, parts), norm_type)
     if pipeline_group is None:
         return total
     # fp32 whatever `dtype` is: a stage without parameters cannot know that of the others
     return _reduce(total.reshape(1).float(), norm_type, _of_pipeline(pipeline_group, device))[0].to(dtype)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What pieces have in common that are reduced alike."""
+
+    divided_over: tuple[Ranks, ...]
+    local: bool
+
+
+def _alike(pieces: Sequence[Piece]) -> dict[_Kind, list[int]]:
+    """The indices of the pieces of each kind. Local kinds are last: where they begin may differ from rank to rank."""
+    kinds: dict[_Kind, list[int]] = defaultdict(list)
+    for index, piece in enumerate(pieces):
+        if piece.tensor is not None or piece.divided_over:
+            kinds[_Kind(piece.divided_over, piece.local)].append(index)
+    return dict(sorted(kinds.items(), key=lambda item: item[0].local))
+
+
+def _in_order_of_tensors(kinds: Mapping[_Kind, list[int]], parts: Mapping[_Kind, Tensor]) -> Tensor:
+    """The norms for the last sum, which so rounds as that of one process does."""
+    if len(parts) == 1:
+        (only,) = parts.values()
+        return only
+    indices = [index for kind, indices in kinds.items() if not kind.local for index in indices]
+    norms = [norm for kind, part in parts.items() if not kind.local for norm in part.unbind()]
+    ordered = [norm for _, norm in sorted(zip(indices, norms, strict=True), key=itemgetter(0))]
+    return torch.stack(ordered + [part[0] for kind, part in parts.items() if kind.local])
 
 
 def _of_pipeline(process_group: dist.ProcessGroup, here: torch.device) -> Group:
