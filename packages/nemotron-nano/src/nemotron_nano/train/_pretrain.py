@@ -12,16 +12,13 @@ from chunked_loss import global_denominator
 from fsdp_ep import set_requires_gradient_sync
 from moe_core import update_router_bias
 from moe_core.plugins import Batch, LossOutput, Run
+from nemotron_nano.train._batches import TrainingError, as_many_on_every_rank
 from nemotron_nano.train._events import emit
 from nemotron_nano.train._measure import Totals, peak_memory_bytes, sum_over_ranks
 from nemotron_nano.train.start import check_checkpoints
 
 if TYPE_CHECKING:
     from nemotron_nano.train.component import PretrainConfig
-
-
-class TrainingError(RuntimeError):
-    """Training can't go on; raised on all ranks alike."""
 
 
 class Pretrain:
@@ -102,9 +99,14 @@ def _auxiliary_losses(run: Run) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def evaluate(run: Run) -> Mapping[str, float]:
-    """Mean loss over the validation rows of all ranks; also in bits, per byte if the data says how many."""
+    """Mean loss over the validation rows of all ranks; also in bits, per byte if the data says how many.
+
+    Raises:
+        TrainingError: on all ranks before their first forward pass, if they have different numbers of batches.
+    """
     run.model.eval()
-    outputs = [run.loss(run.model, batch) for batch in run.data.validation_batches()]
+    batches = as_many_on_every_rank(run.data.validation_batches(), run.sub_mesh("dp"), "data.validation_batches()")
+    outputs = [run.loss(run.model, batch) for batch in batches]
     totals: Totals = sum_over_ranks(outputs, run.sub_mesh("dp"), 0)
     loss = totals.mean("cross_entropy")
     metrics = {"loss": loss, "bits_per_token": loss / math.log(2)}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from moe_core.config import Config
 from nemotron_nano.errors import is_user_error
-from nemotron_nano.train._pretrain import TrainingError
+from nemotron_nano.train._batches import TrainingError
 from nemotron_nano.train._process_group import LaunchError, Place, choose_device_type, process_group, set_threads
 from nemotron_nano.train.assemble import assemble
 
