@@ -219,6 +219,18 @@ def test_uneven_stacks_and_empty_shards(num_experts, layout):
         assert max(errors.values()) < 1e-5, errors
 
 
+def _on_host(**keywords):
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=False), **keywords}
+
+
+def _stacks_by_dim_1(parameter):
+    from torch.distributed.tensor import Shard
+
+    return Shard(1) if parameter.ndim == 3 else None
+
+
 def _step_with(keywords, num_experts, layout):
     return _step(num_experts, layout, **keywords)
 
@@ -233,6 +245,10 @@ def _step_with(keywords, num_experts, layout):
     ((1, 2), {"checkpoint": "every_nth", "microbatches": 2}),
     ((1, 2), {"checkpoint": "selective"}),
     ((1, 2), {"reshard_after_forward": False}),
+    ((1, 2), _on_host(microbatches=2)),
+    ((2, 2), _on_host(checkpoint="full")),
+    ((1, 2), {"shard_placement_fn": _stacks_by_dim_1}),
+    ((1, 1), {"shard_placement_fn": _stacks_by_dim_1, "microbatches": 2}),
 ])  # fmt: skip
 def test_microbatches_checkpointing_and_a_head_of_its_own(layout, keywords):
     for errors in run_ranks(_step_with, 4, keywords, 7, layout):

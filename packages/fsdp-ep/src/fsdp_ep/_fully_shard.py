@@ -112,7 +112,7 @@ def fully_shard_moe(
     if plan.head is not None:
         _unit(plan.head, dp_mesh, dp_mesh.size(), policy, False, shared)
     _unit(model, dp_mesh, dp_mesh.size(), policy, None if reshard_after_forward else False, shared)
-    set_prefetch(plan)
+    set_prefetch(model, plan)
     inner_units = {module for modules in units for module in modules}
     for module in [*plan.experts, *plan.blocks]:
         fill_unused_gradients(module, inner_units)

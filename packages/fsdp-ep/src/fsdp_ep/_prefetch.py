@@ -9,11 +9,15 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_ep._plan import Plan
 
 
-def set_prefetch(plan: Plan) -> None:
+def set_prefetch(model: nn.Module, plan: Plan) -> None:
     """Let each block gather the next one together with its experts, in forward and in backward.
 
     Only where there are expert units. Their dispatch waits for a transfer to the host, so the host cannot run
-    ahead and issue the next gather early, as FSDP counts on.
+    ahead and issue the next gather early, as FSDP counts on. And left alone it foresees one unit in backward, so
+    that a block would gather its own experts only when it needs them.
+
+    PyTorch 2.13 can also keep parameters of two meshes in one unit, by what `shard_placement_fn` returns, and
+    gathers them together. 2.11 cannot, and two units leave each its own precision and gradient scale.
 
     Source: TorchTitan sets the same by hand for its models.
     """
@@ -24,14 +28,16 @@ def set_prefetch(plan: Plan) -> None:
         cast(list[FSDPModule], [block, *(m for m in block.modules() if m is not block and id(m) in experts)])
         for block in plan.blocks
     ]
-    # the embedding starts forward and ends backward; the head starts backward
-    forward = [*_alone(plan.embedding), *groups]
-    backward = [*_alone(plan.head), *reversed(groups), *_alone(plan.embedding)]
+    # the root runs first, and the embedding inside it; a head of its own starts backward, else the root does
+    forward = [_alone(plan.embedding or model), *groups]
+    backward = [_alone(plan.head or model), *reversed(groups)]
+    if plan.embedding is not None:
+        backward.append(_alone(plan.embedding))
     for here, ahead in itertools.pairwise(forward):
         here[0].set_modules_to_forward_prefetch(ahead)
     for here, ahead in itertools.pairwise(backward):
         here[0].set_modules_to_backward_prefetch(ahead)
 
 
-def _alone(module: nn.Module | None) -> list[list[FSDPModule]]:
-    return [] if module is None else [[cast(FSDPModule, module)]]
+def _alone(module: nn.Module) -> list[FSDPModule]:
+    return [cast(FSDPModule, module)]
