@@ -96,6 +96,21 @@ def test_a_group_that_is_out_loses_to_negative_scores():
     assert routing.expert_ids.tolist() == [[2, 3], [0, 1]]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_loads_are_integers_counted_the_same_in_deterministic_mode(deterministic):
+    torch.manual_seed(0)
+    router = make_router(3, num_experts=11).train()
+    hidden = torch.randn(1000, D)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        routing = router(hidden)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert routing.tokens_per_expert.dtype == torch.int64
+    expected = [sum(row.count(expert) for row in routing.expert_ids.tolist()) for expert in range(11)]
+    assert routing.tokens_per_expert.tolist() == router.tokens_per_expert.tolist() == expected
+
+
 def test_ties_go_to_the_lowest_id():
     router = make_router(3, num_experts=40, dim=40)
     routing = router(with_logits(router, torch.zeros(5, 40)))
@@ -167,7 +182,13 @@ def keep_marked(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if marked else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("kind", ["plain", "reentrant", "marked"])
+def keep_products_too(ctx, op, *args, **kwargs):
+    if op in (torch.ops.aten.mm.default, torch.ops.aten.sort.stable, torch.ops.aten.gather.default):
+        return CheckpointPolicy.PREFER_SAVE
+    return keep_marked(ctx, op)
+
+
+@pytest.mark.parametrize("kind", ["plain", "reentrant", "marked", "selective"])
 def test_a_recomputation_is_not_counted(kind):
     router = make_router().train()
     hidden = torch.randn(5, D, requires_grad=True)
@@ -176,8 +197,9 @@ def test_a_recomputation_is_not_counted(kind):
         return router(x).expert_weights.square().sum()
 
     options = {"use_reentrant": kind == "reentrant"}
-    if kind == "marked":
-        options["context_fn"] = lambda: create_selective_checkpoint_contexts(keep_marked)
+    if kind in ("marked", "selective"):
+        policy = keep_marked if kind == "marked" else keep_products_too
+        options["context_fn"] = lambda: create_selective_checkpoint_contexts(policy)
     checkpoint(forward, hidden, **options).backward()
     assert router.tokens_per_expert.sum() == 5 * 2
 
