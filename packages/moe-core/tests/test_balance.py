@@ -169,6 +169,17 @@ def test_gradients_pass_gradcheck():
     for score in ("sigmoid", "softmax"):
         assert torch.autograd.gradcheck(lambda x, s=score: sequence_balance_loss(x, ids, score=s), logits)
     assert torch.autograd.gradcheck(router_z_loss, logits)
+    mask = torch.tensor([[False, True, False, False], [True, True, True, False]])
+    masked = torch.where(mask.unsqueeze(-1), 5, ids)
+    for reduction in ("mean", "sum"):
+        options = {"padding_mask": mask, "reduction": reduction}
+        assert torch.autograd.gradcheck(lambda x, o=options: sequence_balance_loss(x, masked, **o), logits)
+        assert torch.autograd.gradcheck(lambda x, o=options: router_z_loss(x, **o), logits)
+        (gradient,) = torch.autograd.grad(
+            sequence_balance_loss(logits, masked, **options) + router_z_loss(logits, **options), logits
+        )
+        assert (gradient[mask] == 0).all()
+        assert (gradient[~mask] != 0).any(-1).all()
 
 
 def test_the_gradient_of_a_layer_with_auxiliary_loss_is_the_sum_of_both():

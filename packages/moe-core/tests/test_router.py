@@ -231,19 +231,25 @@ def test_a_recomputation_does_not_choose_again(monkeypatch):
     assert torch.equal(seen[0], seen[1])
 
 
-def test_a_tokens_routing_does_not_depend_on_its_neighbours():
+@pytest.mark.parametrize("score", ["sigmoid", "softmax", "softmax_topk"])
+@pytest.mark.parametrize(("dim", "num_experts", "top_k"), [(24, 10, 2), (7, 5, 3), (33, 60, 5), (5, 2, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tokens_routing_does_not_depend_on_its_neighbours(score, dim, num_experts, top_k, dtype):
+    """Neither on their number nor on where in memory they lie."""
     torch.manual_seed(0)
-    router = make_router(dim=24, num_experts=10)
-    hidden, grad = torch.randn(300, 24), torch.randn(300, 2)
+    router = make_router(top_k, dim=dim, num_experts=num_experts, score=score)
+    hidden, grad, logit_grad = (torch.randn(300, width) for width in (dim, top_k, num_experts))
+    hidden = hidden.to(dtype)
 
     def run(start, stop):
-        part = hidden[start:stop].clone().requires_grad_()
+        part = hidden[start:stop].detach().requires_grad_()
         routing = router(part)
-        (routing.expert_weights * grad[start:stop]).sum().backward()
-        return routing.logits, routing.expert_weights, part.grad
+        (routing.expert_weights * grad[start:stop]).sum().backward(retain_graph=True)
+        routing.logits.backward(logit_grad[start:stop])
+        return routing.expert_ids, routing.logits, routing.expert_weights, part.grad
 
     everything = run(0, 300)
-    for start, stop in [(0, 1), (0, 2), (0, 3), (5, 22), (30, 131), (299, 300)]:
+    for start, stop in [(0, 1), (0, 2), (1, 2), (3, 6), (5, 9), (5, 22), (30, 131), (299, 300)]:
         for alone, together in zip(run(start, stop), everything, strict=True):
             assert torch.equal(alone, together[start:stop])
 
