@@ -7,6 +7,10 @@ import pytest
 from moe_core.testing import run_ranks
 
 
+def _experts(form, cases):
+    return [_experts_by_rank(form, values, norm_type) for values, norm_type, _ in cases]
+
+
 def _experts_by_rank(form, values_by_rank, norm_type):
     """Rank r's experts have these gradients, one number an element; None: no gradient, (): no expert at all.
 
@@ -46,29 +50,27 @@ def _experts_by_rank(form, values_by_rank, norm_type):
 TWOS, FIVES = (2.0,) * 5, (5.0,) * 4  # norms 4.4721 and 10
 
 
+EXPERT_CASES = [
+    ((TWOS, FIVES), 2.0, 10.954),  # the mean over ranks is 7.236
+    ((TWOS, ()), 2.0, 4.4721),
+    ((TWOS, None), 2.0, 4.4721),
+    (((), TWOS), 2.0, 4.4721),
+    ((None, TWOS), 2.0, 4.4721),
+    ((TWOS, (0.0,) * 5), 2.0, 4.4721),
+    ((TWOS, ()), math.inf, 2.0),
+    ((None, TWOS), math.inf, 2.0),
+    ((TWOS, FIVES), math.inf, 5.0),
+    ((TWOS, FIVES), 1.0, 30.0),
+]
+
+
 @pytest.mark.parametrize("form", ["stack", "one tensor", "one each"])
-@pytest.mark.parametrize(
-    ("values", "norm_type", "expected"),
-    [
-        ((TWOS, FIVES), 2.0, 10.954),  # the mean over ranks is 7.236
-        ((TWOS, ()), 2.0, 4.4721),
-        ((TWOS, None), 2.0, 4.4721),
-        (((), TWOS), 2.0, 4.4721),
-        ((None, TWOS), 2.0, 4.4721),
-        ((TWOS, (0.0,) * 5), 2.0, 4.4721),
-        ((TWOS, ()), math.inf, 2.0),
-        ((None, TWOS), math.inf, 2.0),
-        ((TWOS, FIVES), math.inf, 5.0),
-        ((TWOS, FIVES), 1.0, 30.0),
-    ],
-)
-def test_experts_of_which_a_rank_may_have_none(form, values, norm_type, expected):
-    for rank, (norm, clipped, collectives) in enumerate(
-        run_ranks(_experts_by_rank, 2, form, values, norm_type, timeout=30)
-    ):
-        assert norm == pytest.approx(expected, rel=1e-4)
-        assert clipped == pytest.approx([value / expected for value in values[rank] or ()], rel=1e-4)
-        assert collectives == 1
+def test_experts_of_which_a_rank_may_have_none(form):
+    for rank, results in enumerate(run_ranks(_experts, 2, form, EXPERT_CASES, timeout=30)):
+        for (values, norm_type, expected), (norm, clipped, collectives) in zip(EXPERT_CASES, results, strict=True):
+            assert norm == pytest.approx(expected, rel=1e-4), (values, norm_type)
+            assert clipped == pytest.approx([value / expected for value in values[rank] or ()], rel=1e-4)
+            assert collectives == 1
 
 
 def _empty_shard(norm_types):

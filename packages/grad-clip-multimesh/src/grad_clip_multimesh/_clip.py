@@ -4,6 +4,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from types import GeneratorType
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -11,10 +12,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grad_clip_multimesh._groups import Groups
-from grad_clip_multimesh._norm import LocalTo, find_pieces, on_device, total_norm
+from grad_clip_multimesh._norm import LocalTo, Piece, find_pieces, on_device, total_norm
 
 _EPSILON = 1e-6
 """torch's: keeps the factor finite where the norm is 0."""
+
+
+class _Result(TypedDict):
+    device: torch.device
+    dtype: torch.dtype
+
 
 _DOUBLE = (torch.float64, torch.complex128)
 
@@ -64,15 +71,19 @@ def clip_grad_norm_(
     A gradient that is `Partial` where its parameter is not, is reduced with its own collectives before; every
     rank has to have it.
     """
+    norm_type = _checked_norm_type(norm_type)
     if max_norm is not None:
         _check_max_norm(max_norm)
     owners = _listed(parameters)
     if not owners and isinstance(parameters, GeneratorType) and pipeline_group is None:
         warnings.warn("`parameters` is an empty generator: is it used up? Nothing is clipped.", stacklevel=3)
-    gradients = [owner.grad for owner in owners]
-    norm = _checked_norm(owners, gradients, norm_type, error_if_nonfinite, foreach, local_to, pipeline_group)
+    groups = Groups()
+    pieces = _pieces(owners, [owner.grad for owner in owners], groups, local_to)
+    norm = total_norm(pieces, norm_type, groups, foreach, pipeline_group, **_kind_of_result(owners))
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
     if max_norm is not None:
-        clip_grads_with_norm_(owners, max_norm, norm, foreach)
+        _scale([piece.held for piece in pieces if piece.held is not None], max_norm, norm, foreach)
     return norm
 
 
@@ -91,8 +102,13 @@ def get_total_norm(
     Every rank passes tensors with the same placements in the same order: unlike `clip_grad_norm_` it cannot
     know of one that is missing on some ranks. The keys of `local_to` are tensors among these.
     """
-    owners = _listed(tensors)
-    return _checked_norm(owners, owners, norm_type, error_if_nonfinite, foreach, local_to, pipeline_group)
+    norm_type = _checked_norm_type(norm_type)
+    owners, groups = _listed(tensors), Groups()
+    pieces = _pieces(owners, owners, groups, local_to)
+    norm = total_norm(pieces, norm_type, groups, foreach, pipeline_group, **_kind_of_result(owners))
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
+    return norm
 
 
 @torch.no_grad()
@@ -110,12 +126,16 @@ def clip_grads_with_norm_(
     _check_max_norm(max_norm)
     if isinstance(total_norm, DTensor):
         total_norm = total_norm.full_tensor()
-    factor = torch.clamp(float(max_norm) / (total_norm + _EPSILON), max=1.0)
+    gradients = [parameter.grad for parameter in _listed(parameters)]
+    held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    _scale([gradient for gradient in held if gradient is not None], max_norm, total_norm, foreach)
+
+
+def _scale(held: Sequence[Tensor], max_norm: float, norm: Tensor, foreach: bool | None) -> None:
+    factor = torch.clamp(float(max_norm) / (norm + _EPSILON), max=1.0)
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for parameter in _listed(parameters):
-        if (gradient := parameter.grad) is not None:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            alike[local.device, local.dtype].append(local)
+    for gradient in held:
+        alike[gradient.device, gradient.dtype].append(gradient)
     for (device, _), gradients in alike.items():
         if foreach is False:
             for gradient in gradients:
@@ -135,46 +155,40 @@ def _check_max_norm(max_norm: float) -> None:
         )
 
 
-def _check_local_to(local_to: LocalTo, owners: Sequence[Tensor]) -> None:
-    """A key that is no longer a parameter would make the experts count as replicated."""
-    known = set(map(id, owners))
-    for tensor in local_to:
+def _checked_norm_type(norm_type: float) -> float:
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type = {norm_type}: must be above 0; math.inf is the largest absolute value")
+    return norm_type
+
+
+def _check_finite(norm: Tensor, norm_type: float) -> None:
+    if not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} over all gradients is {norm.item()}, so they cannot be clipped; "
+            "error_if_nonfinite=False scales them all the same"
+        )
+
+
+def _pieces(
+    owners: Sequence[Tensor], gradients: Sequence[Tensor | None], groups: Groups, local_to: LocalTo | None
+) -> list[Piece]:
+    known = set(map(id, owners)) if local_to else ()
+    for tensor in local_to or ():
         if id(tensor) not in known:
+            # a key that is no longer a parameter would make the experts count as replicated
             raise ValueError(
                 f"local_to has a tensor of shape {list(tensor.shape)} that is not among those whose norm is taken: "
                 "name the very objects that are passed (after `fully_shard`, which replaces parameters; "
                 "for `get_total_norm` the gradients)"
             )
+    return find_pieces(owners, gradients, groups, local_to or {})
 
 
-def _checked_norm(
-    owners: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-    local_to: LocalTo | None,
-    pipeline_group: dist.ProcessGroup | None,
-) -> Tensor:
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type = {norm_type}: must be above 0; math.inf is the largest absolute value")
-    local_to = local_to or {}
-    _check_local_to(local_to, owners)
-    groups = Groups()
-    norm = total_norm(
-        find_pieces(owners, gradients, groups, local_to),
-        norm_type,
-        groups,
-        foreach,
-        pipeline_group,
-        # both from the parameters, which all ranks have: what is reduced must be alike
-        device=owners[0].device if owners else torch.device("cpu"),
-        dtype=torch.float64 if any(owner.dtype in _DOUBLE for owner in owners) else torch.float32,
-    )
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(
-            f"the norm of order {norm_type} over all gradients is {norm.item()}, so they cannot be clipped; "
-            "error_if_nonfinite=False scales them all the same"
-        )
-    return norm
+def _kind_of_result(owners: Sequence[Tensor]) -> _Result:
+    """From the parameters, which all ranks have: what is reduced must be alike."""
+    double = any(owner.dtype in _DOUBLE for owner in owners)
+    return {
+        "device": owners[0].device if owners else torch.device("cpu"),
+        "dtype": torch.float64 if double else torch.float32,
+    }

@@ -28,7 +28,7 @@ class Groups:
 
     def __init__(self) -> None:
         self._groups: dict[Ranks, Group] = {}
-        self._known: dict[tuple[int, tuple[bool, ...]], tuple[Ranks, ...]] = {}
+        self._known: dict[tuple[int, tuple[Placement, ...]], tuple[Ranks, ...]] = {}
         self._lines: dict[int, tuple[Ranks, ...]] = {}
         self._meshes: list[DeviceMesh] = []
 
@@ -42,15 +42,9 @@ class Groups:
         axes are taken together where a group of just their ranks exists: experts on (dp_shard_mod_ep, ep) are
         summed over dp_shard.
         """
-        if mesh.get_coordinate() is None:
-            return ()
-        divided = tuple(not (placement.is_replicate() or placement.is_partial()) for placement in placements)
-        key = (id(mesh), divided)
+        key = (id(mesh), tuple(placements))
         if key not in self._known:
-            if id(mesh) not in self._lines:
-                self._learn(mesh)
-            axes = [axis for axis, shared in enumerate(divided) if shared and mesh.size(axis) > 1]
-            self._known[key] = self._taken_together(mesh, axes)
+            self._known[key] = self._resolve(mesh, placements)
         return self._known[key]
 
     def local_to(self, mesh: DeviceMesh, divided_over: tuple[Ranks, ...] = ()) -> tuple[Ranks, ...]:
@@ -65,10 +59,9 @@ class Groups:
         lines = (*divided_over, *others)
         return self._world(lines, mesh.device_type) or lines
 
-    def _learn(self, mesh: DeviceMesh) -> None:
-        """Take note of the groups of `mesh`, and of the flattened meshes that lie beside it."""
-        self._meshes.append(mesh)  # kept, so that no other mesh can have this id
-        self._lines[id(mesh)] = tuple(self._note(mesh, axis) for axis in range(mesh.ndim))
+    def _learn(self, mesh: DeviceMesh) -> tuple[Ranks, ...]:
+        """The ranks along each axis. Takes note of their groups, and of those of the meshes that lie beside."""
+        lines = tuple(self._note(mesh, axis) for axis in range(mesh.ndim))
         root = mesh._get_root_mesh()
         for other in (root, *root._flatten_mapping.values()):
             if other is not mesh and other.get_coordinate() is not None:
@@ -78,6 +71,7 @@ class Groups:
                     except (RuntimeError, KeyError):
                         # a mesh that is kept may outlive its groups; these are asked for in case they help
                         continue
+        return lines
 
     def _note(self, mesh: DeviceMesh, axis: int) -> Ranks:
         """The ranks along one axis. Asked of the group: a mesh would read them from a tensor."""
@@ -87,7 +81,18 @@ class Groups:
             self._groups.setdefault(ranks, Group(process_group, mesh.device_type))
         return ranks
 
-    def _taken_together(self, mesh: DeviceMesh, axes: list[int]) -> tuple[Ranks, ...]:
+    def _resolve(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Ranks, ...]:
+        coordinate = mesh.get_coordinate()
+        if id(mesh) not in self._lines:
+            self._meshes.append(mesh)  # kept, so that no other mesh can have this id
+            self._lines[id(mesh)] = () if coordinate is None else self._learn(mesh)
+        if coordinate is None:
+            return ()
+        axes = tuple(
+            axis
+            for axis, placement in enumerate(placements)
+            if mesh.size(axis) > 1 and not (placement.is_replicate() or placement.is_partial())
+        )
         lines = tuple(self._lines[id(mesh)][axis] for axis in axes)
         if len(lines) < 2:
             return lines
@@ -95,9 +100,7 @@ class Groups:
             return world
         size = math.prod(map(len, lines))
         if any(len(ranks) == size and set(ranks).issuperset(*lines) for ranks in self._groups):
-            coordinate = mesh.get_coordinate()
-            assert coordinate is not None
-            together = _ranks_through(mesh, tuple(coordinate), tuple(axes))
+            together = _ranks_through(mesh, tuple(coordinate), axes)
             if together in self._groups:
                 return (together,)
         return lines

@@ -22,8 +22,10 @@ LocalTo = Mapping[Tensor, DeviceMesh]
 class Piece:
     """What this rank holds of one tensor, and the groups that hold the rest."""
 
+    held: Tensor | None
+    """The local tensor itself. None: this rank has no gradient, others may have."""
     tensor: Tensor | None
-    """None: this rank has no gradient, others may have."""
+    """The same, with what was Partial reduced."""
     divided_over: tuple[Ranks, ...]
     local: bool
     """Other ranks may have more or fewer of these."""
@@ -36,7 +38,7 @@ def find_pieces(
     # all of them before the first Partial gradient is reduced: errors come before communication
     divisions = [_division(owner, groups, local_to) for owner in owners]
     return [
-        Piece(_local_part(gradient, owner), divided_over, owner in local_to)
+        Piece(*_local_parts(gradient, owner), divided_over, bool(local_to) and owner in local_to)
         for owner, gradient, divided_over in zip(owners, gradients, divisions, strict=True)
     ]
 
@@ -45,17 +47,20 @@ def _division(owner: Tensor, groups: Groups, local_to: LocalTo) -> tuple[Ranks, 
     divided_over: tuple[Ranks, ...] = ()
     if isinstance(owner, DTensor):
         divided_over = groups.dividing(owner.device_mesh, owner.placements)
-    return groups.local_to(local_to[owner], divided_over) if owner in local_to else divided_over
+    return groups.local_to(local_to[owner], divided_over) if local_to and owner in local_to else divided_over
 
 
-def _local_part(gradient: Tensor | None, owner: Tensor) -> Tensor | None:
-    if not isinstance(gradient, DTensor) or not isinstance(owner, DTensor):
-        return gradient
-    placements = [Replicate() if p.is_partial() else p for p in owner.placements]
-    if list(gradient.placements) != placements:
-        # a Partial gradient is the sum of what the ranks hold; its norm is not the sum of theirs
-        gradient = gradient.redistribute(placements=placements)
-    return gradient.to_local()
+def _local_parts(gradient: Tensor | None, owner: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What is held of a gradient, and what its norm is taken of."""
+    if not isinstance(gradient, DTensor):
+        return gradient, gradient
+    held = gradient.to_local()
+    if isinstance(owner, DTensor):
+        placements = tuple(Replicate() if p.is_partial() else p for p in owner.placements)
+        if gradient.placements != placements:
+            # a Partial gradient is the sum of what the ranks hold; its norm is not the sum of theirs
+            return held, gradient.redistribute(placements=placements).to_local()
+    return held, held
 
 
 def total_norm(
@@ -140,24 +145,27 @@ def _local_norms(
     """[number of tensors]: the norm of each, 0 for one that is empty or not there."""
     if not tensors:
         return torch.zeros(0, dtype=dtype, device=device)
-    norms = [torch.zeros((), dtype=dtype, device=device)] * len(tensors)
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         if tensor is not None and tensor.numel() > 0:
             alike[tensor.device, tensor.dtype].append((index, tensor))
+    norms = [torch.zeros((), dtype=dtype, device=device)] * len(tensors)
     for members in alike.values():
-        values = _norm_each([tensor for _, tensor in members], norm_type, foreach)
-        for (index, _), value in zip(members, values, strict=True):
-            norms[index] = on_device(value.to(dtype), device)
+        each = torch.stack(_norm_each([tensor for _, tensor in members], norm_type, foreach))
+        each = on_device(each.to(dtype), device)
+        if len(members) == len(tensors):
+            return each
+        for (index, _), norm in zip(members, each.unbind(), strict=True):
+            norms[index] = norm
     return torch.stack(norms)
 
 
-def _norm_each(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Sequence[Tensor]:
+def _norm_each(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
     # a sum of squares in bf16 would stop growing after a few hundred elements
     dtype = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else None
     if foreach is False:
         return [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in tensors]
-    return torch._foreach_norm(tensors, norm_type, dtype=dtype)
+    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
 
 
 def _reduce(norms: Tensor, norm_type: float, group: Group) -> Tensor:
