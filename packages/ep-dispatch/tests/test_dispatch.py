@@ -115,23 +115,25 @@ def test_all_tokens_of_all_ranks_to_one_expert():
     assert [len(result["rows"]) for result in results] == [0, 0, 24, 0]
 
 
-def gradients_pass_gradcheck():
+def gradients_pass_gradcheck(num_experts):
+    """With as many tokens on all ranks, which perturb the same element at the same time."""
     dispatcher = AllToAllDispatcher(make_mesh())
     torch.manual_seed(dist.get_rank())
-    ids = routing(4)
-    ids[1] = E
+    ids = routing(4, num_experts=num_experts)
+    ids[1] = ids[2, 0] = num_experts
     hidden = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(4, K, dtype=torch.float64, requires_grad=True)
 
     def there_and_back(x, w):
-        dispatched = dispatcher.dispatch(x, ids, E).wait()
+        dispatched = dispatcher.dispatch(x, ids, num_experts).wait()
         return dispatcher.combine(dispatched.rows.tanh(), w, dispatched.handle)
 
     return torch.autograd.gradcheck(there_and_back, (hidden, weights))
 
 
-def test_gradients_pass_gradcheck():
-    assert run_ranks(gradients_pass_gradcheck, 2) == [True, True]
+@pytest.mark.parametrize(("degree", "num_experts"), [(1, 5), (2, 5), (4, 7)])
+def test_gradients_pass_gradcheck(degree, num_experts):
+    assert run_ranks(gradients_pass_gradcheck, degree, num_experts) == [True] * degree
 
 
 def count_step(tokens, backend, policy):
