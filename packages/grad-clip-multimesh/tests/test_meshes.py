@@ -116,52 +116,47 @@ def test_equal_to_one_norm_over_everything(world_size, dp_replicate, ep):
             assert collectives.get("allreduce", 0) == distinct
 
 
-def _torch_on_one_mesh():
+SHAPES = [(8, 4), (7, 7), (129, 4), (64, 4), (4, 8), (12, 7), (8, 8), (16, 12), (7, 4)]
+"""None leaves a rank an empty shard, of which torch has no inf norm."""
+
+
+def _torch_on_one_mesh(axes):
+    """Ranks as these axes; each layout alone, and all of them mixed. What has other bits than torch's."""
     import torch
     from torch import nn
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    from grad_clip_multimesh import clip_grad_norm_
-
-    _, flat, _ = _mesh(1, 1)
-    equal = []
-    for norm_type in NORM_TYPES:
-        sides = []
-        for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
-            generator = torch.Generator().manual_seed(2)
-            parameters = []
-            for shape in [(8, 3), (7, 7), (129, 2), (64, 4)]:
-                gradient = distribute_tensor(torch.randn(shape, generator=generator), flat, [Shard(0)])
-                parameters.append(nn.Parameter(torch.zeros_like(gradient)))
-                parameters[-1].grad = gradient
-            norm = clip(parameters, 0.3, norm_type)
-            norm = getattr(norm, "full_tensor", lambda n=norm: n)()
-            sides.append((norm, [parameter.grad.to_local() for parameter in parameters]))
-        (ours, mine), (theirs, other) = sides
-        equal.append(torch.equal(ours, theirs) and all(map(torch.equal, mine, other)))
-    return equal
-
-
-def test_bit_identical_to_torch_on_one_mesh():
-    assert run_ranks(_torch_on_one_mesh, 4) == [[True] * len(NORM_TYPES)] * 4
-
-
-def _hsdp_of_ones():
-    import torch
-    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from grad_clip_multimesh import clip_grad_norm_
 
-    _, _, hsdp = _mesh(2, 1)
-    gradient = distribute_tensor(torch.ones(4, 4), hsdp, [Replicate(), Shard(0)])
-    parameter = nn.Parameter(torch.zeros_like(gradient))
-    parameter.grad = gradient
-    return clip_grad_norm_([parameter], 1.0).item()
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("outer", "inner")[-len(axes) :])
+    layouts = {
+        1: [[Shard(0)], [Shard(1)], [Replicate()]],
+        2: [[Replicate(), Shard(0)], [Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(0), Replicate()]],
+    }[len(axes)]
+    different = []
+    for norm_type in NORM_TYPES:
+        for chosen in [*([layout] for layout in layouts), layouts]:
+            sides = []
+            for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+                generator = torch.Generator().manual_seed(2)
+                parameters = []
+                for index, shape in enumerate(SHAPES):
+                    layout = chosen[index % len(chosen)]
+                    gradient = distribute_tensor(torch.randn(shape, generator=generator), mesh, layout)
+                    parameters.append(nn.Parameter(torch.zeros_like(gradient)))
+                    parameters[-1].grad = gradient
+                norm = clip(parameters, 0.3, norm_type)
+                norm = getattr(norm, "full_tensor", lambda n=norm: n)()
+                sides.append([norm, *(parameter.grad.to_local() for parameter in parameters)])
+            if not all(map(torch.equal, *sides)):
+                different.append((norm_type, chosen, sides[0][0].item(), sides[1][0].item()))
+    return different
 
 
-def test_replicas_count_once():
-    assert run_ranks(_hsdp_of_ones, 4) == [4.0] * 4  # 5.66 where each replica counts
+@pytest.mark.parametrize("axes", [(4,), (2, 2)])
+def test_bit_identical_to_torch_on_one_mesh(axes):
+    assert run_ranks(_torch_on_one_mesh, 4, axes) == [[]] * 4
 
 
 def _missing(norm_type, values_by_rank):
@@ -205,7 +200,8 @@ def test_none_on_some_ranks_and_empty_shards_do_not_hang(norm_type, values, expe
         assert norm == pytest.approx(expected, rel=1e-4)
 
 
-def _with_nan(norm_type, where, value):
+def _with(norm_type, cases):
+    """For each (value, rank, index of the parameter): the norm without, and the error with `error_if_nonfinite`."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -214,34 +210,39 @@ def _with_nan(norm_type, where, value):
     from grad_clip_multimesh import clip_grad_norm_
 
     mesh, flat, _ = _mesh(1, 2)
-    parameters = []
-    for device_mesh, placements in ((flat, [Shard(0)]), (mesh["dp_shard_mod_ep"], [Shard(0)])):
-        local = torch.full((2, 3), float(dist.get_rank()))
-        if dist.get_rank() == where and device_mesh is flat:
-            local[0, 0] = value
-        gradient = DTensor.from_local(local, device_mesh, placements)
-        parameters.append(nn.Parameter(torch.zeros_like(gradient)))
-        parameters[-1].grad = gradient
-    norm = clip_grad_norm_(parameters, None, norm_type)
-    try:
-        clip_grad_norm_(parameters, 1.0, norm_type, error_if_nonfinite=True)
-    except RuntimeError as error:
-        return norm.item(), str(error)
-    return norm.item(), ""
+    results = []
+    for value, rank, where in cases:
+        parameters = [
+            nn.Parameter(DTensor.from_local(torch.zeros(2, 3), flat, [Shard(0)])),
+            nn.Parameter(DTensor.from_local(torch.zeros(2, 3), mesh["dp_shard_mod_ep"], [Shard(0)])),
+            nn.Parameter(torch.zeros(2, 3)),
+        ]
+        for index, parameter in enumerate(parameters):
+            local = torch.full((2, 3), float(dist.get_rank()))
+            # both holders of a replica have what was reduced
+            ranks = (rank, rank ^ 1) if where == 1 else (rank,)
+            if index == where and dist.get_rank() in ranks:
+                local[0, 0] = value
+            parameter.grad = local if index == 2 else DTensor.from_local(local, parameter.device_mesh, [Shard(0)])
+        local_to = {parameters[2]: mesh["ep"]} if where != 2 else {parameters[2]: flat}
+        norm = clip_grad_norm_(parameters, None, norm_type, local_to=local_to)
+        try:
+            clip_grad_norm_(parameters, 1.0, norm_type, error_if_nonfinite=True, local_to=local_to)
+            results.append((norm.item(), "no error"))
+        except RuntimeError as error:
+            results.append((norm.item(), str(error)))
+    return results
 
 
-@pytest.mark.parametrize("where", range(4))
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_nan_on_any_rank_is_nan_on_all(where, norm_type):
-    for norm, error in run_ranks(_with_nan, 4, norm_type, where, math.nan, timeout=30):
-        assert math.isnan(norm)
-        assert "nan" in error
-
-
-def test_infinity_on_one_rank_is_infinite_on_all():
-    for norm, error in run_ranks(_with_nan, 4, math.inf, 2, -math.inf, timeout=30):
-        assert norm == math.inf
-        assert "inf" in error
+def test_what_is_not_finite_on_any_rank_is_so_on_all_and_raises_on_all(norm_type):
+    cases = [
+        (value, rank, where) for value in (math.nan, math.inf, -math.inf) for rank in range(4) for where in range(3)
+    ]
+    for results in run_ranks(_with, 4, norm_type, cases, timeout=30):
+        for (value, _, _), (norm, error) in zip(cases, results, strict=True):
+            assert math.isnan(norm) if math.isnan(value) else norm == math.inf
+            assert f"is {norm}, so they cannot be clipped" in error
 
 
 def _others():

@@ -35,12 +35,29 @@ class Groups:
     def __getitem__(self, ranks: Ranks) -> Group:
         return self._groups[ranks]
 
+    def learn(self, mesh: DeviceMesh) -> None:
+        """Take note of the groups of `mesh`, and of those of the flattened meshes that lie beside it."""
+        if id(mesh) in self._lines:
+            return
+        self._meshes.append(mesh)  # kept, so that no other mesh can have this id
+        inside = mesh.get_coordinate() is not None
+        self._lines[id(mesh)] = tuple(self._note(mesh, axis) for axis in range(mesh.ndim)) if inside else ()
+        root = mesh._get_root_mesh()
+        for other in (root, *root._flatten_mapping.values()):
+            if other is not mesh and other.get_coordinate() is not None:
+                for axis in range(other.ndim):
+                    try:
+                        self._note(other, axis)
+                    except (RuntimeError, KeyError):
+                        # a mesh that is kept may outlive its groups; these are asked for in case they help
+                        continue
+
     def dividing(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Ranks, ...]:
         """The groups to sum over, one after the other, for a tensor with these placements.
 
         Replicas do not count, neither do axes of one rank, nor Partial ones, which are reduced before. Several
-        axes are taken together where a group of just their ranks exists: experts on (dp_shard_mod_ep, ep) are
-        summed over dp_shard.
+        axes are taken together where a mesh of just their ranks has been learned of: experts on (dp_shard_mod_ep,
+        ep) are summed over dp_shard. Otherwise one comes after the other, as in DTensor.
         """
         key = (id(mesh), tuple(placements))
         if key not in self._known:
@@ -57,21 +74,7 @@ class Groups:
                     f"{other} in more than one; name only the axes that its mesh lacks"
                 )
         lines = (*divided_over, *others)
-        return self._world(lines, mesh.device_type) or lines
-
-    def _learn(self, mesh: DeviceMesh) -> tuple[Ranks, ...]:
-        """The ranks along each axis. Takes note of their groups, and of those of the meshes that lie beside."""
-        lines = tuple(self._note(mesh, axis) for axis in range(mesh.ndim))
-        root = mesh._get_root_mesh()
-        for other in (root, *root._flatten_mapping.values()):
-            if other is not mesh and other.get_coordinate() is not None:
-                for axis in range(other.ndim):
-                    try:
-                        self._note(other, axis)
-                    except (RuntimeError, KeyError):
-                        # a mesh that is kept may outlive its groups; these are asked for in case they help
-                        continue
-        return lines
+        return self._everyone(lines) or lines
 
     def _note(self, mesh: DeviceMesh, axis: int) -> Ranks:
         """The ranks along one axis. Asked of the group: a mesh would read them from a tensor."""
@@ -83,9 +86,6 @@ class Groups:
 
     def _resolve(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Ranks, ...]:
         coordinate = mesh.get_coordinate()
-        if id(mesh) not in self._lines:
-            self._meshes.append(mesh)  # kept, so that no other mesh can have this id
-            self._lines[id(mesh)] = () if coordinate is None else self._learn(mesh)
         if coordinate is None:
             return ()
         axes = tuple(
@@ -96,8 +96,8 @@ class Groups:
         lines = tuple(self._lines[id(mesh)][axis] for axis in axes)
         if len(lines) < 2:
             return lines
-        if world := self._world(lines, mesh.device_type):
-            return world
+        if everyone := self._everyone(lines):
+            return everyone
         size = math.prod(map(len, lines))
         if any(len(ranks) == size and set(ranks).issuperset(*lines) for ranks in self._groups):
             together = _ranks_through(mesh, tuple(coordinate), axes)
@@ -105,14 +105,10 @@ class Groups:
                 return (together,)
         return lines
 
-    def _world(self, lines: tuple[Ranks, ...], device_type: str) -> tuple[Ranks, ...]:
-        """The group of all ranks, if these span it."""
-        world = dist.group.WORLD
-        if len(lines) < 2 or world is None or math.prod(map(len, lines)) != world.size():
-            return ()
-        ranks = tuple(range(world.size()))
-        self._groups.setdefault(ranks, Group(world, device_type))
-        return (ranks,)
+    def _everyone(self, lines: tuple[Ranks, ...]) -> tuple[Ranks, ...]:
+        """All ranks, if these span them and a mesh has a group of them."""
+        ranks = tuple(range(dist.get_world_size()))
+        return (ranks,) if math.prod(map(len, lines)) == len(ranks) and ranks in self._groups else ()
 
 
 @functools.lru_cache(maxsize=256)

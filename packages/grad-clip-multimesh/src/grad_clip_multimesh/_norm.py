@@ -35,6 +35,8 @@ def find_pieces(
     owners: Sequence[Tensor], gradients: Sequence[Tensor | None], groups: Groups, local_to: LocalTo
 ) -> list[Piece]:
     """Where an owner lies decides, not its gradient: every rank has the first, and must reduce alike."""
+    for mesh in [owner.device_mesh for owner in owners if isinstance(owner, DTensor)] + list(local_to.values()):
+        groups.learn(mesh)
     # all of them before the first Partial gradient is reduced: errors come before communication
     divisions = [_division(owner, groups, local_to) for owner in owners]
     return [
@@ -77,8 +79,8 @@ def total_norm(
 
     One all-reduce for each distinct group. It carries one number for each tensor, so that the result is
     that of one process up to the rounding of a single norm; and one for all that are local to a rank, since
-    the ranks may have different numbers of these. Groups come in the order in which the tensors do, those of
-    local ones last, which is the same on every rank.
+    the ranks may have different numbers of these. Groups come in an order that the tensors' placements set,
+    which is the same on every rank.
     """
     kinds = _alike(pieces)
     order = [index for indices in kinds.values() for index in indices]
@@ -109,12 +111,16 @@ class _Kind:
 
 
 def _alike(pieces: Sequence[Piece]) -> dict[_Kind, list[int]]:
-    """The indices of the pieces of each kind. Local kinds are last: where they begin may differ from rank to rank."""
+    """The indices of the pieces of each kind.
+
+    Local kinds are last: where they begin may differ from rank to rank. What is divided over several groups is
+    first, so that these are reduced in the order of its axes, as DTensor does.
+    """
     kinds: dict[_Kind, list[int]] = defaultdict(list)
     for index, piece in enumerate(pieces):
         if piece.tensor is not None or piece.divided_over:
             kinds[_Kind(piece.divided_over, piece.local)].append(index)
-    return dict(sorted(kinds.items(), key=lambda item: item[0].local))
+    return dict(sorted(kinds.items(), key=lambda item: (item[0].local, -len(item[0].divided_over))))
 
 
 def _in_order_of_tensors(kinds: Mapping[_Kind, list[int]], parts: Mapping[_Kind, Tensor]) -> Tensor:
