@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from chunked_loss._chunk import cross_entropy_chunk
-from chunked_loss._full_logits import clm_cross_entropy_loss_sum
+from chunked_loss._fsdp_head import resharded_on_exception
+from chunked_loss._full_logits import sums
 from chunked_loss._head_call import call_in_head, find_head
-from chunked_loss._linear_cross_entropy import ChunkKernel, LossStats, head_loss
+from chunked_loss._head_loss import LossStats, head_loss
+from chunked_loss._problem import ChunkKernel
+from chunked_loss._skip_head import skip_lm_head
 
 Compile = Callable[[Callable], Callable]
 
@@ -54,21 +57,17 @@ class CLMCrossEntropyLoss:
     ignore_index: int = -100
     shift: bool = False
     """The labels are the tokens themselves: compare position s with label s + 1, and the last with nothing."""
-    core: Callable[..., Tensor] = clm_cross_entropy_loss_sum
+    core: Callable[..., tuple[Tensor, Tensor | None]] = sums
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossOutput:
         labels = _aligned(batch.labels, self.shift, self.ignore_index)
         logits = model(batch.tokens, document_ids=batch.document_ids)
-        total = self.core(
-            logits,
-            labels,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-        )
-        tokens = (labels != self.ignore_index).sum()
-        name = "cross_entropy" if not self.z_loss else "cross_entropy_and_z_loss"
-        return LossOutput(total, tokens, {name: total.detach()})
+        cross_entropy, z_loss = self.core(logits, labels, self.ignore_index, self.label_smoothing, self.z_loss)
+        parts = {"cross_entropy": cross_entropy.detach()}
+        if z_loss is not None:
+            parts["z_loss"] = z_loss.detach()
+        total = cross_entropy if z_loss is None else cross_entropy + z_loss
+        return LossOutput(total, (labels != self.ignore_index).sum(), parts)
 
     def compiled(self, compile_: Compile) -> "CLMCrossEntropyLoss":
         """This loss with its numeric core compiled."""
@@ -83,24 +82,40 @@ class ChunkedCLMCrossEntropyLoss:
     [B, S, D]. The head module is then called once, on every rank and for every batch, one whose labels are
     all ignored included, so collectives of hooks on it are the same everywhere. If the head is its own
     FSDP2 unit, that makes one all-gather per call and one reduce-scatter per synchronised backward, however
-    many chunks there are.
+    many chunks there are; and what is reduced is an fp32 gradient, also of a bf16 head.
+
+    Raises (when called):
+        ValueError: the model's head cannot be used so, or labels do not fit.
     """
 
     chunk_tokens: int = 512
+    num_chunks: int | None = None
+    """The number of chunks, instead of `chunk_tokens`."""
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
+    vocab_size: int | None = None
+    """The head's rows past it are padding of the vocabulary: no class, no gradient."""
     ignore_index: int = -100
     shift: bool = False
     """The labels are the tokens themselves: compare position s with label s + 1, and the last with nothing."""
     head: str = "lm_head"
     """Name of the submodule with the weight [V, D]."""
+    skip_head: bool = False
+    """The model knows no `return_hidden`: it is called as `model(tokens)` inside `skip_lm_head`."""
+    keep_head_unsharded: bool = False
+    """Under accumulation, keep an FSDP2 head gathered from the first microbatch of a step to the end of the
+    synchronised backward: one all-gather a step instead of one a microbatch, for V * D elements of the compute
+    dtype held all the while. After an exception in a backward call `head.reshard()` before weights change."""
+    recompute: bool = False
+    """See `linear_cross_entropy`; an FSDP2 head is then gathered again in backward."""
     core: ChunkKernel = cross_entropy_chunk
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossOutput:
         head = find_head(model, self.head)
         labels = _aligned(batch.labels, self.shift, self.ignore_index)
-        hidden = model(batch.tokens, document_ids=batch.document_ids, return_hidden=True)
+        with resharded_on_exception(head, self.keep_head_unsharded):
+            hidden = self._hidden(model, batch)
         stats: list[LossStats] = []
 
         def inner(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -112,22 +127,42 @@ class ChunkedCLMCrossEntropyLoss:
                 ignore_index=self.ignore_index,
                 reduction="sum",
                 chunk_tokens=self.chunk_tokens,
+                num_chunks=self.num_chunks,
                 label_smoothing=self.label_smoothing,
                 z_loss=self.z_loss,
                 softcap=self.softcap,
+                vocab_size=self.vocab_size,
+                recompute=self.recompute,
                 kernel=self.core,
             )
             stats.append(of_call)
             return value
 
-        total = call_in_head(head, hidden, inner)
+        total = call_in_head(
+            head, hidden, inner, keep_head_unsharded=self.keep_head_unsharded, recompute=self.recompute
+        )
         parts = {"cross_entropy": stats[0].cross_entropy, "correct": stats[0].correct.to(total.dtype)}
         if self.z_loss:
             parts["z_loss"] = stats[0].z_loss
         return LossOutput(total, stats[0].tokens, parts)
 
+    def _hidden(self, model: nn.Module, batch: Batch) -> Tensor:
+        if not self.skip_head:
+            hidden: Tensor = model(batch.tokens, document_ids=batch.document_ids, return_hidden=True)
+            return hidden
+        if batch.document_ids is not None:
+            raise ValueError(
+                "skip_head = True: the model is called as model(tokens), so documents packed into one row would see "
+                "each other; give a batch without document_ids, or a model that takes them"
+            )
+        with skip_lm_head(model, self.head) as skipped:
+            model(batch.tokens)
+        return skipped.hidden
+
     def compiled(self, compile_: Compile) -> "ChunkedCLMCrossEntropyLoss":
         """This loss with its numeric core compiled: what happens to one chunk of logits."""
+        if self.recompute:
+            raise ValueError("recompute = True: it has no core to compile; leave one of the two out")
         return replace(self, core=compile_(self.core))
 
 

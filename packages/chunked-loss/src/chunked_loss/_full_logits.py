@@ -5,6 +5,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def sums(
+    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor | None]:
+    """The sum over valid tokens of the cross entropy, and that of `z_loss` * logsumexp^2; None without it."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    rows, flat_labels = wide.reshape(-1, wide.shape[-1]), labels.reshape(-1)
+    cross_entropy = F.cross_entropy(
+        rows, flat_labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    )
+    if not z_loss:
+        return cross_entropy, None
+    squares = rows.logsumexp(dim=-1).square()
+    return cross_entropy, z_loss * torch.where(flat_labels == ignore_index, 0, squares).sum()
+
+
 def clm_cross_entropy_loss_sum(
     logits: Tensor,
     labels: Tensor,
@@ -22,15 +37,8 @@ def clm_cross_entropy_loss_sum(
     Returns:
         [] fp32; 0.0 with a graph where all labels are ignored.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    rows, flat_labels = wide.reshape(-1, wide.shape[-1]), labels.reshape(-1)
-    total = F.cross_entropy(
-        rows, flat_labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
-    )
-    if z_loss:
-        squares = rows.logsumexp(dim=-1).square()
-        total = total + z_loss * torch.where(flat_labels == ignore_index, 0, squares).sum()
-    return total
+    cross_entropy, of_z = sums(logits, labels, ignore_index, label_smoothing, z_loss)
+    return cross_entropy if of_z is None else cross_entropy + of_z
 
 
 def clm_cross_entropy_loss(

@@ -8,6 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from chunked_loss._fsdp_head import HeadCall, take_fp32_gradients
+
+Inner = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
 
 class HeadError(ValueError):
     """The model's head cannot be used for a chunked loss; the message says what to change."""
@@ -25,31 +29,45 @@ def find_head(model: nn.Module, name: str) -> nn.Module:
     return head
 
 
-def call_in_head(head: nn.Module, hidden: Tensor, inner: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Tensor:
+def call_in_head(
+    head: nn.Module, hidden: Tensor, inner: Inner, *, keep_head_unsharded: bool = False, recompute: bool = False
+) -> Tensor:
     """`inner(hidden, weight, bias)` as the head's forward: [] fp32, with its own autograd function on top.
 
-    FSDP's hooks gather the weight before and free it after, once, whatever `inner` does with it. As `inner`
-    has the gradients ready before backward, the weight is not gathered again there, and it asks for an fp32
-    gradient, so that what is reduced over the ranks was never rounded.
+    FSDP's hooks gather the weight before and free it after, once, whatever `inner` does with it. As `inner` has
+    the gradients ready before backward (unless `recompute`), the weight is not gathered again there, and it asks
+    for an fp32 gradient, so that what is reduced over the ranks was never rounded.
     """
+    if not isinstance(head, FSDPModule):
+        with _replaced_forward(head, lambda rows: inner(rows, *_weights(head))):
+            return _checked(head(hidden))
+    call = HeadCall(head, gathers_in_backward=recompute, keeps_unsharded=keep_head_unsharded)
 
-    def forward(hidden: Tensor) -> Tensor:
-        weight, bias = head.weight, getattr(head, "bias", None)
-        assert isinstance(weight, Tensor)
-        if isinstance(weight, DTensor):
-            raise HeadError(
-                "the head's weight is still sharded while the head runs, so it belongs to an outer FSDP unit: make "
-                "the head a unit of its own (fully_shard(head), or separate_lm_head=True with fsdp_ep)"
-            )
-        if isinstance(head, FSDPModule):
-            _take_fp32_gradients(weight, bias)
-        loss = inner(hidden, weight, bias)
-        if isinstance(head, FSDPModule):
-            _gather_only_once(head, loss)
+    def forward(rows: Tensor) -> Tensor:
+        weight, bias = _weights(head)
+        take_fp32_gradients(weight, bias)
+        loss = inner(rows, weight, bias)
+        call.register(loss)
         return loss
 
-    with _replaced_forward(head, forward):
-        loss = head(hidden)
+    with _replaced_forward(head, forward), call.in_forward():
+        loss = _checked(head(hidden))
+    call.finish(hidden)
+    return loss
+
+
+def _weights(head: nn.Module) -> tuple[Tensor, Tensor | None]:
+    weight, bias = head.weight, getattr(head, "bias", None)
+    assert isinstance(weight, Tensor)
+    if isinstance(weight, DTensor):
+        raise HeadError(
+            "the head's weight is still sharded while the head runs, so it belongs to an outer FSDP unit: make "
+            "the head a unit of its own (fully_shard(head), or separate_lm_head=True with fsdp_ep)"
+        )
+    return weight, bias
+
+
+def _checked(loss: Tensor) -> Tensor:
     if loss.dtype not in (torch.float32, torch.float64):
         raise HeadError(
             f"the loss left the head as {loss.dtype}: its mixed-precision policy must not set output_dtype to less "
@@ -70,21 +88,3 @@ def _replaced_forward(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> I
             del head.forward
         else:
             head.forward = before
-
-
-def _take_fp32_gradients(*parameters: Tensor | None) -> None:
-    """Set on the gathered copies, which FSDP owns: the user's parameters keep their gradients' dtype."""
-    for parameter in parameters:
-        if parameter is not None and parameter.is_leaf and hasattr(parameter, "grad_dtype"):
-            parameter.grad_dtype = torch.float32
-
-
-def _gather_only_once(head: FSDPModule, loss: Tensor) -> None:
-    """Switch the gather before backward off for this loss's own backward, and on again after it.
-
-    FSDP's hook on the loss comes later than this one, so the switch is off when that hook reads it.
-    """
-    if loss.grad_fn is None:
-        return
-    loss.register_hook(lambda _: head.set_unshard_in_backward(False))
-    loss.grad_fn.register_hook(lambda *_: head.set_unshard_in_backward(True))

@@ -24,7 +24,7 @@ def _is_share(_: Any, attribute: Any, value: float) -> None:
         raise ValueError(f"{attribute.name} = {value}: must be between 0 and 1")
 
 
-def _is_positive(_: Any, attribute: Any, value: float) -> None:
+def _is_positive(_: Any, attribute: Any, value: Any) -> None:
     if not value > 0:
         raise ValueError(f"{attribute.name} = {value}: must be above 0")
 
@@ -45,14 +45,22 @@ class ChunkedCLMCrossEntropyConfig:
 
     chunk_tokens: int = attrs.field(default=512, validator=_is_positive)
     """How many tokens' logits are held at once."""
+    num_chunks: int | None = attrs.field(default=None, validator=attrs.validators.optional(_is_positive))
+    """The number of chunks, instead of `chunk_tokens`."""
     label_smoothing: float = attrs.field(default=0.0, validator=_is_share)
     """Share of the target that is spread over the vocabulary, 0 to 1."""
     z_loss: float = attrs.field(default=0.0, validator=_at_least_zero)
     """Coefficient of logsumexp(logits)^2 per token."""
     softcap: float | None = attrs.field(default=None, validator=attrs.validators.optional(_is_positive))
     """Logits become softcap * tanh(logits / softcap); unset: no cap."""
+    vocab_size: int | None = attrs.field(default=None, validator=attrs.validators.optional(_is_positive))
+    """The head's rows past it are padding of the vocabulary; unset: all rows are classes."""
     head: str = "lm_head"
     """Name of the model's output projection; under FSDP it must be a unit of its own."""
+    skip_head: bool = False
+    """For models without `return_hidden`, such as transformers': run them with the head left out."""
+    keep_head_unsharded: bool = False
+    """Under FSDP and accumulation, gather the head once a step instead of once a microbatch, and hold it."""
 
 
 @attrs.frozen
@@ -90,10 +98,14 @@ def build_chunked_clm_cross_entropy(config: ChunkedCLMCrossEntropyConfig, run: "
     return _HostLoss(
         ChunkedCLMCrossEntropyLoss(
             chunk_tokens=config.chunk_tokens,
+            num_chunks=config.num_chunks,
             label_smoothing=config.label_smoothing,
             z_loss=config.z_loss,
             softcap=config.softcap,
+            vocab_size=config.vocab_size,
             head=config.head,
+            skip_head=config.skip_head,
+            keep_head_unsharded=config.keep_head_unsharded,
         )
     )
 

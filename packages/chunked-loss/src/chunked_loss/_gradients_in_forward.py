@@ -1,0 +1,173 @@
+"""The loss with its gradients formed chunk by chunk in forward; per token, formed again in backward."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from chunked_loss._chunk import ChunkLosses
+from chunked_loss._problem import Problem, chunks, joined
+from chunked_loss._products import Products, products_for, tiles
+
+_keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+"""Whether the backward pass that runs keeps its graph for another one; private in torch, so it may be absent."""
+
+
+class Gradients(NamedTuple):
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class _Wanted(NamedTuple):
+    """Which inputs get a gradient, and in which dtype it is handed on; None: none."""
+
+    hidden: torch.dtype | None
+    weight: torch.dtype | None
+    bias: torch.dtype | None
+
+
+_NOTHING = _Wanted(None, None, None)
+
+
+def _chunk_pass(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, wanted: _Wanted
+) -> tuple[ChunkLosses, Gradients]:
+    """One pass over the chunks, under no_grad; gradients come in the accumulation dtype.
+
+    One buffer holds the logits of every chunk in turn, and then their gradient. An ignored row enters as
+    zeros: what it holds, NaN included, reaches neither the loss nor a gradient.
+    """
+    dtype, vocabulary = problem.row_weight.dtype, slice(0, problem.vocab_size)
+    products = products_for(hidden, weight, dtype, weight_gradient=wanted.weight)
+    gradients = _zeros(hidden, weight, bias, wanted, dtype)
+    buffer = hidden.new_empty(min(len(hidden), problem.chunk_tokens), problem.vocab_size, dtype=dtype)
+    parts: list[ChunkLosses] = []
+    for chunk in chunks(len(hidden), problem.chunk_tokens):
+        rows = torch.where(problem.valid[chunk, None], hidden[chunk], 0)
+        logits = buffer[: rows.shape[0]]
+        products.logits_(logits, rows, weight[vocabulary])
+        if bias is not None:
+            logits.add_(bias[vocabulary])
+        row_weight = None if wanted == _NOTHING else problem.row_weight[chunk]
+        losses, d_logits = problem.kernel(logits, problem.labels[chunk], problem.terms, row_weight)
+        parts.append(losses)
+        _add_gradients(gradients, chunk, d_logits, rows, weight[vocabulary], products)
+    return joined(parts, problem.row_weight), gradients
+
+
+def _zeros(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: _Wanted, dtype: torch.dtype) -> Gradients:
+    """[T, D], [V, D] and [V]; the rows of a padded vocabulary stay zero."""
+    return Gradients(
+        None if wanted.hidden is None else torch.empty_like(hidden, dtype=dtype),
+        None if wanted.weight is None else torch.zeros_like(weight, dtype=dtype),
+        None if wanted.bias is None or bias is None else torch.zeros_like(bias, dtype=dtype),
+    )
+
+
+def _add_gradients(
+    gradients: Gradients, chunk: slice, d_logits: Tensor, rows: Tensor, weight: Tensor, products: Products
+) -> None:
+    vocabulary = slice(0, len(weight))
+    if gradients.hidden is not None:
+        products.d_rows_(gradients.hidden[chunk], d_logits, weight)
+    if gradients.weight is not None:
+        products.add_d_weight_(gradients.weight[vocabulary], d_logits, rows)
+    if gradients.bias is not None:
+        gradients.bias[vocabulary].add_(d_logits.sum(dim=0))
+
+
+def _refuse_second_order() -> None:
+    if torch.is_grad_enabled():  # autograd runs a backward with gradients on only under create_graph=True
+        raise RuntimeError(
+            "linear_cross_entropy forms its gradient once: create_graph=True is not supported; "
+            "pass recompute=True where a second derivative is needed"
+        )
+
+
+def _grad_dtype(tensor: Tensor | None) -> torch.dtype | None:
+    """The dtype in which autograd takes this input's gradient; newer torch lets a leaf ask for a wider one."""
+    if tensor is None:
+        return None
+    if tensor.is_leaf and hasattr(tensor, "grad_dtype"):
+        return tensor.grad_dtype or torch.promote_types(tensor.dtype, torch.float32)  # None: it takes any
+    return tensor.dtype
+
+
+def _wanted(inputs: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> _Wanted:
+    return _Wanted(*(_grad_dtype(tensor) if need else None for tensor, need in zip(inputs, needs, strict=True)))
+
+
+def _weighted(losses: ChunkLosses, problem: Problem) -> Tensor:
+    per_token = losses.cross_entropy + losses.z_loss
+    return torch.where(problem.valid, problem.row_weight * per_token, 0)
+
+
+class SumOfLosses(torch.autograd.Function):
+    """sum_t row_weight_t loss_t, with the gradients formed while the chunk's logits are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, grad_enabled: bool
+    ) -> tuple[Tensor, ...]:
+        wanted = _wanted((hidden, weight, bias), ctx.needs_input_grad[:3]) if grad_enabled else _NOTHING
+        with torch.autocast(hidden.device.type, enabled=False):
+            losses, gradients = _chunk_pass(hidden, weight, bias, problem, wanted)
+        ctx.save_for_backward(*gradients)
+        ctx.wanted = wanted
+        ctx.mark_non_differentiable(*losses)
+        ctx.set_materialize_grads(False)
+        return _weighted(losses, problem).sum(), *losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        _refuse_second_order()
+        # what is saved must outlive a backward whose graph is kept
+        is_last = _keeps_graph is not None and not torch.compiler.is_compiling() and not _keeps_graph()
+        scaled = [
+            None if saved is None else _scaled(saved, grad, dtype, in_place=is_last)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.wanted, strict=True)
+        ]
+        return (*scaled, None, None)
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
+    """gradient * factor in `dtype`, rounded once, holding no second [V, D] in the accumulation dtype."""
+    if gradient.dtype == dtype:
+        return gradient.mul_(factor) if in_place else gradient * factor
+    result = torch.empty_like(gradient, dtype=dtype)
+    for tile in tiles(gradient):
+        result[tile] = gradient[tile] * factor
+    return result
+
+
+class LossPerToken(torch.autograd.Function):
+    """row_weight_t loss_t for each token; its upstream gradient is unknown in forward, so backward recomputes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, grad_enabled: bool
+    ) -> tuple[Tensor, ...]:
+        with torch.autocast(hidden.device.type, enabled=False):
+            losses, _ = _chunk_pass(hidden, weight, bias, problem, _NOTHING)
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.problem = problem
+        ctx.wanted = _wanted((hidden, weight, bias), ctx.needs_input_grad[:3])
+        ctx.mark_non_differentiable(*losses)
+        ctx.set_materialize_grads(False)
+        return _weighted(losses, problem), *losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        _refuse_second_order()
+        problem = ctx.problem
+        scaled = torch.where(problem.valid, problem.row_weight * grad, 0)
+        with torch.autocast(grad.device.type, enabled=False):
+            hidden, weight, bias = ctx.saved_tensors
+            _, gradients = _chunk_pass(hidden, weight, bias, problem._replace(row_weight=scaled), ctx.wanted)
+        cast = [
+            None if gradient is None else gradient.to(dtype)
+            for gradient, dtype in zip(gradients, ctx.wanted, strict=True)
+        ]
+        return (*cast, None, None)
