@@ -7,6 +7,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_core import MoE, MoEConfig
@@ -142,6 +143,34 @@ def test_a_tokens_shared_expert_does_not_depend_on_its_neighbours(dtype, dim, hi
             alone = run(part)
             assert torch.equal(alone[0], out[part])
             assert torch.equal(alone[1], gradient[part])
+
+
+class Addresses(TorchDispatchMode):
+    """Where the operands of matrix products begin, modulo what BLAS asks for in order to repeat its bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.seen += [operand.data_ptr() % 64 for operand in args]
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_of_the_shared_expert_read_from_aligned_memory():
+    """In forward and backward, though input, weight and gradient begin anywhere."""
+
+    def anywhere(*shape):
+        return torch.randn(shape[0] * shape[1] + 3)[3:].view(shape)
+
+    shared = SharedExpert(16, 32)
+    for linear in (shared.up_proj, shared.down_proj):
+        linear.weight = torch.nn.Parameter(anywhere(*linear.weight.shape))
+    hidden, grad = anywhere(20, 16).requires_grad_(), anywhere(20, 16)
+    with Addresses() as addresses:
+        shared(hidden).backward(grad)
+    assert addresses.seen == [0] * 12
 
 
 def test_linears_of_the_shared_expert_are_ordinary_ones():
