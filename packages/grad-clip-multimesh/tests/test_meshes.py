@@ -120,7 +120,7 @@ SHAPES = [(8, 4), (7, 7), (129, 4), (64, 4), (4, 8), (12, 7), (8, 8), (16, 12), 
 """None leaves a rank an empty shard, of which torch has no inf norm."""
 
 
-def _torch_on_one_mesh(axes):
+def _torch_on_one_mesh(axes, flattened):
     """Ranks as these axes; each layout alone, and all of them mixed. What has other bits than torch's."""
     import torch
     from torch import nn
@@ -130,6 +130,8 @@ def _torch_on_one_mesh(axes):
     from grad_clip_multimesh import clip_grad_norm_
 
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("outer", "inner")[-len(axes) :])
+    if flattened:
+        mesh._flatten("both")
     layouts = {
         1: [[Shard(0)], [Shard(1)], [Replicate()]],
         2: [[Replicate(), Shard(0)], [Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(0), Replicate()]],
@@ -154,9 +156,9 @@ def _torch_on_one_mesh(axes):
     return different
 
 
-@pytest.mark.parametrize("axes", [(4,), (2, 2)])
-def test_bit_identical_to_torch_on_one_mesh(axes):
-    assert run_ranks(_torch_on_one_mesh, 4, axes) == [[]] * 4
+@pytest.mark.parametrize(("axes", "flattened"), [((4,), False), ((2, 2), False), ((2, 2), True)])
+def test_bit_identical_to_torch_on_one_mesh(axes, flattened):
+    assert run_ranks(_torch_on_one_mesh, 4, axes, flattened) == [[]] * 4
 
 
 def _missing(norm_type, values_by_rank):
