@@ -1,9 +1,11 @@
 """Activation checkpointing in one process: gradients, names, and what is computed again."""
 
+import logging
 from collections import Counter
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +22,11 @@ def _choose(scores: torch.Tensor) -> torch.Tensor:
 
 
 _choose.calls = 0
+
+
+@_choose.register_fake
+def _(scores: torch.Tensor) -> torch.Tensor:
+    return scores.new_empty(scores.shape[0], 2, dtype=torch.int64)
 
 
 @pytest.fixture
@@ -130,6 +137,38 @@ def test_no_checkpoint_without_gradients(marked):
     model = apply_activation_checkpointing(_Model(), "full")
     with torch.no_grad():
         assert not model(torch.randn(T, D)).requires_grad
+
+
+@pytest.fixture
+def no_logging():
+    """Tracing writes thousands of records, and pytest would keep each."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_compiled_blocks_are_checkpointed_and_keep_their_choices(marked, no_logging):
+    def gradients(compiled: bool) -> tuple[list[torch.Tensor], list[int]]:
+        torch.manual_seed(0)
+        _choose.calls, made = 0, []
+        model = _Model(1).eval()
+        if compiled:
+            model.layers[0].forward = torch.compile(model.layers[0].forward, backend="aot_eager")
+        apply_activation_checkpointing(model, "full")
+        for tokens in (5, 7, 9):
+            model(torch.randn(tokens, D)).square().sum().backward()
+            made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert _choose.calls == 3, "one a forward pass, none a recomputation"
+        return [parameter.grad for parameter in model.parameters()], made
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    expected, _ = gradients(False)
+    actual, made = gradients(True)
+    for one, other in zip(expected, actual, strict=True):
+        assert (one - other).norm() < 1e-6 * one.norm()
+    assert made[0] > 0, "the checkpoint kept the block from being compiled"
+    assert made[2] == made[1] <= 6, "a first number of tokens, and then any"
 
 
 class _Drifting(nn.Module):

@@ -36,6 +36,10 @@ def apply_activation_checkpointing(
     they are. Comes before `fully_shard_moe`. Gradients are bit-identical to those without it, given
     deterministic operators; the RNG state is restored for dropout.
 
+    With `torch.compile`, compile what is checkpointed: `block.forward = torch.compile(block.forward)` before this.
+    A block that is compiled afterwards, or as part of its model, runs uncompiled: PyTorch never compiles what a
+    checkpoint calls. Matrix products that a compiled block fuses are recomputed in "selective" as well.
+
     Args:
         model: changed in place; may be on the meta device.
         mode: "none"; "full": every block; "every_nth": the first of every `every` blocks, in order;

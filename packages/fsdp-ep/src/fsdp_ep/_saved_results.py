@@ -36,7 +36,15 @@ class _Kept:
         return self._tensor.detach()
 
 
-class _Record(TorchDispatchMode):
+class _BesideCompilation(TorchDispatchMode):
+    """Under most modes nothing is compiled. These see operators that compiled code calls as any others."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _Record(_BesideCompilation):
     def __init__(self, keeps_result: KeepsResult, results: dict[Any, list[Any]]) -> None:
         super().__init__()
         self._keeps_result = keeps_result
@@ -49,7 +57,7 @@ class _Record(TorchDispatchMode):
         return out
 
 
-class _Replay(TorchDispatchMode):
+class _Replay(_BesideCompilation):
     def __init__(self, keeps_result: KeepsResult, results: dict[Any, list[Any]]) -> None:
         super().__init__()
         self._keeps_result = keeps_result
