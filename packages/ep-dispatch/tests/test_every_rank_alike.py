@@ -241,7 +241,8 @@ def rows_that_travel():
 
 def test_a_token_with_two_experts_on_one_rank_travels_once_for_each():
     first, second = run_ranks(rows_that_travel, 2)
-    counts, row = 4 * 8, D * 4
+    # for each rank its two experts' counts and the number of invalid ids
+    counts, row = 2 * 3 * 8, D * 4
     assert first[0] == second[0] == {"all_to_all_single": counts + 3 * K * row}
     # all 12 rows go home from rank 0
     assert first[1:] == ({"all_to_all_single": 2 * 3 * K * row}, [6, 6])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ep_dispatch import AllToAllDispatcher, build_permute_indices, shard_experts
+from ep_dispatch import AllToAllDispatcher, LocalDispatcher, build_permute_indices, shard_experts
 from ep_dispatch._permute import inverse_permutation, sort_by_expert
 from moe_core import GroupedExperts, MoE
 from moe_core.testing import RankFailed, run_ranks
@@ -232,8 +232,66 @@ def test_a_permutation_and_its_inverse_leave_rows_as_they_were(data):
     tokens, choices = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 4))
     drawn = data.draw(st.lists(st.integers(0, experts), min_size=tokens * choices, max_size=tokens * choices))
     ids = torch.tensor(drawn, dtype=torch.int64).view(tokens, choices)
-    place, row, count = sort_by_expert(ids, experts)
+    place, row, count, _ = sort_by_expert(ids, experts)
     assert torch.equal(place[row.flatten()], torch.arange(tokens * choices))
     by_expert = sorted(range(tokens * choices), key=lambda i: (drawn[i], i))
     assert place.tolist() == by_expert
     assert count.tolist() == [drawn.count(expert) for expert in range(experts)]
+
+
+def dispatch_with(wrong_ids):
+    """Rank 1 has the wrong ids; what every rank hears."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    layer = shard_experts(GroupedExperts(E, D, F), mesh)
+    messages = []
+    for wrong in wrong_ids:
+        ids = torch.zeros(4, 2, dtype=torch.int64)
+        if dist.get_rank() == 1:
+            ids[2, 1] = wrong
+        try:
+            layer(torch.randn(4, D), ids, torch.rand(4, 2))
+        except ValueError as error:
+            messages.append(str(error))
+    layer(torch.randn(4, D), torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2))  # the ranks are still together
+    return messages
+
+
+def test_ids_that_name_no_expert_are_refused_on_all_ranks():
+    results = run_ranks(dispatch_with, 2, [-1, E + 1, -(2**40), 2**40], timeout=30)
+    for messages in results:
+        assert len(messages) == 4
+        for message in messages:
+            assert f"0..num_experts = {E}" in message
+            assert "1 on expert-parallel rank 1" in message
+
+
+@pytest.mark.parametrize("wrong", [-1, E + 1])
+def test_ids_that_name_no_expert_are_refused_where_all_experts_are_local(wrong):
+    ids = torch.tensor([[0, 1], [wrong, 2]])
+    for dispatcher in (None, LocalDispatcher()):
+        layer = GroupedExperts(E, D, F, dispatcher=dispatcher)
+        with pytest.raises(RuntimeError, match=f"num_experts = {E}"):
+            layer(torch.randn(2, D), ids, torch.rand(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ids", "weights"),
+    [
+        ((4, D), (3, 2), (3, 2)),
+        ((3, D), (4, 2), (4, 2)),
+        ((4, D), (4,), (4,)),
+        ((4, D), (4, 2), (4, 1)),
+        ((4, D + 1), (4, 2), (4, 2)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent(hidden, ids, weights):
+    with pytest.raises(ValueError, match="must be"):
+        GroupedExperts(E, D, F)(torch.randn(hidden), torch.zeros(ids, dtype=torch.int64), torch.rand(weights))
+    if hidden[0] != ids[0] or len(ids) != 2:
+        with pytest.raises(ValueError, match="must be"):
+            LocalDispatcher().dispatch(torch.randn(hidden), torch.zeros(ids, dtype=torch.int64), E)
+
+
+def test_ids_are_integers():
+    with pytest.raises(ValueError, match="must be integers"):
+        LocalDispatcher().dispatch(torch.randn(3, D), torch.zeros(3, 2), E)

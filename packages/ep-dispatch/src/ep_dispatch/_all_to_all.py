@@ -11,8 +11,10 @@ from ep_dispatch._permute import (
     Gather,
     HomeOrder,
     Permute,
+    SortedChoices,
     WeightedSum,
     build_permute_indices,
+    check_shapes,
     inverse_permutation,
     sort_by_expert,
 )
@@ -114,12 +116,18 @@ class AllToAllDispatcher:
         self.ep_mesh, self.check_splits = ep_mesh, check_splits
 
     def dispatch(self, hidden: Tensor, expert_ids: Tensor, num_experts: int) -> AllToAllDispatched:
-        """[T, D], [T, K] int64 in 0..E (E sends nothing) -> the rows of this rank's experts, from all ranks."""
-        place, row, sent_counts = sort_by_expert(expert_ids, num_experts)
-        received_counts, splits, host_counts = self._exchange_counts(sent_counts, num_experts)
+        """[T, D], [T, K] int64 in 0..E (E sends nothing) -> the rows of this rank's experts, from all ranks.
+
+        Raises:
+            ValueError: the shapes do not fit together; or, on all ranks, an id of one of them is not in 0..E.
+        """
+        check_shapes(hidden, expert_ids)
+        choices = sort_by_expert(expert_ids, num_experts)
+        sent_counts = choices.counts
+        received_counts, splits, host_counts = self._exchange_counts(choices, num_experts)
         if self.check_splits:
             _check(splits, hidden, num_experts)
-        order = _home_order(expert_ids, place, row, sum(splits.sent), num_experts)
+        order = _home_order(expert_ids, choices, sum(splits.sent), num_experts)
         flight = Flight(splits)
         pending = Start.apply(Gather.apply(hidden, order), flight)
         by_expert = build_permute_indices(received_counts, sum(splits.received))
@@ -139,27 +147,40 @@ class AllToAllDispatcher:
         pending = Start.apply(Permute.apply(rows, handle.by_sender, handle.by_expert), flight)
         return WeightedSum.apply(Finish.apply(pending, flight), expert_weights, handle.order)
 
-    def _exchange_counts(self, sent: Tensor, num_experts: int) -> tuple[Tensor, Splits, Tensor]:
-        """[E] -> rows received by (source rank, local expert) [ep, e]; the splits; the sum [e] on the host."""
+    def _exchange_counts(self, choices: SortedChoices, num_experts: int) -> tuple[Tensor, Splits, Tensor]:
+        """Rows received by (source rank, local expert) [ep, e]; the splits; the sum [e] on the host."""
         degree, group = self.ep_mesh.size(), self.ep_mesh.get_group()
         size = chunk_size(num_experts, degree)
         local = len(owned_experts(num_experts, size, self.ep_mesh.get_local_rank()))
         # the last ranks may hold fewer experts than the others: zeros make all chunks alike
-        by_rank = F.pad(sent, (0, degree * size - num_experts))
-        even = [size] * degree
-        received = wait(start(by_rank, Splits(even, even, group))).view(degree, size)
-        host = to_host(torch.cat([by_rank.view(degree, size).sum(1), received.flatten()]))
-        host_received = host[degree:].view(degree, size)
-        splits = Splits(host[:degree].tolist(), host_received.sum(1).tolist(), group)
-        return received[:, :local], splits, host_received.sum(0)[:local]
+        by_rank = F.pad(choices.counts, (0, degree * size - num_experts)).view(degree, size)
+        # every rank learns whose ids are wrong, so that all of them raise
+        sent = torch.cat([by_rank, choices.invalid.expand(degree, 1)], 1)
+        even = [size + 1] * degree
+        received = wait(start(sent.flatten(), Splits(even, even, group))).view(degree, size + 1)
+        host = to_host(torch.cat([by_rank.sum(1), received.flatten()]))
+        host_received = host[degree:].view(degree, size + 1)
+        _refuse_invalid(host_received[:, size].tolist(), num_experts)
+        host_counts = host_received[:, :size]
+        splits = Splits(host[:degree].tolist(), host_counts.sum(1).tolist(), group)
+        return received[:, :local], splits, host_counts.sum(0)[:local]
 
 
-def _home_order(expert_ids: Tensor, place: Tensor, row: Tensor, num_rows: int, num_experts: int) -> HomeOrder:
-    choices = expert_ids.shape[1]
+def _refuse_invalid(by_rank: list[int], num_experts: int) -> None:
+    wrong = {rank: count for rank, count in enumerate(by_rank) if count}
+    if wrong:
+        found = ", ".join(f"{count} on expert-parallel rank {rank}" for rank, count in wrong.items())
+        raise ValueError(
+            f"expert_ids must be in 0..num_experts = {num_experts} (which sends nothing), and are not: {found}"
+        )
+
+
+def _home_order(expert_ids: Tensor, choices: SortedChoices, num_rows: int, num_experts: int) -> HomeOrder:
+    place, row, top_k = choices.place, choices.row, max(expert_ids.shape[1], 1)
     if num_rows == place.shape[0]:
-        return HomeOrder(place // choices, place, row, None)
+        return HomeOrder(place // top_k, place, row, None)
     place = place[:num_rows]
-    return HomeOrder(place // choices, place, row.clamp(max=max(num_rows - 1, 0)), expert_ids != num_experts)
+    return HomeOrder(place // top_k, place, row.clamp(max=max(num_rows - 1, 0)), expert_ids != num_experts)
 
 
 def _check(splits: Splits, hidden: Tensor, num_experts: int) -> None:

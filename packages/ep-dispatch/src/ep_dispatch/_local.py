@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from ep_dispatch._permute import Gather, HomeOrder, WeightedSum, sort_by_expert
+from ep_dispatch._permute import Gather, HomeOrder, WeightedSum, check_shapes, sort_by_expert
 
 
 class LocalDispatched(NamedTuple):
@@ -24,9 +25,16 @@ class LocalDispatcher:
     """Groups tokens by expert and back, without communication and without a host sync."""
 
     def dispatch(self, hidden: Tensor, expert_ids: Tensor, num_experts: int) -> LocalDispatched:
-        """[T, D], [T, K] int64 in 0..E (E sends nothing) -> rows [T*K, D]."""
-        place, row, counts = sort_by_expert(expert_ids, num_experts)
-        order = HomeOrder(place // expert_ids.shape[1], place, row, None)
+        """[T, D], [T, K] int64 in 0..E (E sends nothing) -> rows [T*K, D].
+
+        Raises:
+            ValueError: the shapes do not fit together.
+            RuntimeError: an id is not in 0..E; without a host sync, so on an accelerator when it gets there.
+        """
+        check_shapes(hidden, expert_ids)
+        place, row, counts, invalid = sort_by_expert(expert_ids, num_experts)
+        torch._assert_async(invalid == 0, f"expert_ids must be in 0..num_experts = {num_experts}")
+        order = HomeOrder(place // max(expert_ids.shape[1], 1), place, row, None)
         return LocalDispatched(Gather.apply(hidden, order), counts, order)
 
     def combine(self, rows: Tensor, expert_weights: Tensor, handle: HomeOrder) -> Tensor:

@@ -51,15 +51,37 @@ class HomeOrder(NamedTuple):
     """[T, K] bool: which choices have a row; None if all have."""
 
 
-def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, K] int64 in 0..E -> (place [T*K] of each sorted choice, row [T, K] of each choice, counts [E] int64).
+class SortedChoices(NamedTuple):
+    """The T*K choices of a batch in the order of (expert, token, place in K)."""
 
-    Choices of E (which sends nothing) come last and are not counted. No host sync.
-    """
+    place: Tensor
+    """[T*K] int64: where each sorted choice stands in the flattened [T, K]."""
+    row: Tensor
+    """[T, K] int64: where each choice stands in the sorted order; those of E, which send nothing, come last."""
+    counts: Tensor
+    """[E] int64."""
+    invalid: Tensor
+    """[] int64: ids that are not in 0..E. Where it is not 0 the rest means nothing."""
+
+
+def sort_by_expert(expert_ids: Tensor, num_experts: int) -> SortedChoices:
+    """[T, K] integers in 0..E. No host sync."""
     ids = expert_ids.flatten()
     sorted_ids, place = torch.sort(ids, stable=True)
-    bounds = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=ids.device))
-    return place, inverse_permutation(place).view_as(expert_ids), bounds.diff()
+    bounds = torch.searchsorted(sorted_ids, torch.arange(num_experts + 2, device=ids.device))
+    invalid = bounds[0] + len(ids) - bounds[-1]
+    return SortedChoices(place, inverse_permutation(place).view_as(expert_ids), bounds[:-1].diff(), invalid)
+
+
+def check_shapes(hidden: Tensor, expert_ids: Tensor) -> None:
+    """Raises ValueError unless they are [T, D] and integers [T, K]."""
+    if hidden.dim() != 2 or expert_ids.dim() != 2 or len(hidden) != len(expert_ids):
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and expert_ids {tuple(expert_ids.shape)} must be [T, D] and [T, K], with "
+            "one row for each token"
+        )
+    if expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
+        raise ValueError(f"expert_ids are {expert_ids.dtype}: must be integers")
 
 
 class Gather(torch.autograd.Function):

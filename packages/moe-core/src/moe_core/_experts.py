@@ -96,7 +96,12 @@ class GroupedExperts(nn.Module):
         """hidden [T, D], expert_ids [T, K] int64, expert_weights [T, K] -> [T, D] in hidden's dtype.
 
         The id E (`num_experts`) sends a token nowhere. `meanwhile` is called while the tokens travel.
+
+        Raises:
+            ValueError: the shapes do not fit together, or hidden and weights differ in dtype.
+            ValueError or RuntimeError, by the dispatcher: an id is not in 0..E.
         """
+        self._check_shapes(hidden, expert_ids, expert_weights)
         dtype, device_type = hidden.dtype, hidden.device.type
         up, down = local_tensor(self.input_projection), local_tensor(self.down_proj)
         compute = autocast_dtype(device_type)
@@ -110,6 +115,15 @@ class GroupedExperts(nn.Module):
         with without_autocast(device_type):
             rows = self._run_experts(dispatched, up, down)
             return dispatcher.combine(rows, expert_weights, dispatched.handle).to(dtype)
+
+    def _check_shapes(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None:
+        tokens = hidden.shape[0]
+        fits = hidden.shape == (tokens, self.dim) and expert_ids.dim() == 2 and expert_ids.shape[0] == tokens
+        if not fits or expert_weights.shape != expert_ids.shape:
+            raise ValueError(
+                f"hidden {tuple(hidden.shape)}, expert_ids {tuple(expert_ids.shape)} and expert_weights "
+                f"{tuple(expert_weights.shape)} must be [T, {self.dim}], [T, K] and [T, K]"
+            )
 
     def _run_experts(self, dispatched: Any, up: Tensor, down: Tensor) -> Tensor:
         multiply = self._bind_gemm(dispatched, up, down)

@@ -37,13 +37,19 @@ class LocalDispatch:
     """The dispatcher of a layer whose experts are all here."""
 
     def dispatch(self, hidden: Tensor, expert_ids: Tensor, num_experts: int) -> LocalDispatched:
-        """[T, D], [T, K] int64 in 0..E (E sends nothing) -> rows [T*K, D]; no host sync."""
+        """[T, D], [T, K] int64 in 0..E (E sends nothing) -> rows [T*K, D]; no host sync.
+
+        Raises:
+            RuntimeError: an id is not in 0..E; without a host sync, so on an accelerator when it gets there.
+        """
         ids = expert_ids.flatten()
         sorted_ids, place = torch.sort(ids, stable=True)
         row = torch.empty_like(place).index_copy_(0, place, torch.arange(len(place), device=place.device))
-        handle = LocalHandle(place // expert_ids.shape[1], place, row.view_as(expert_ids))
-        bounds = torch.searchsorted(sorted_ids, torch.arange(num_experts + 1, device=ids.device))
-        return LocalDispatched(_Gather.apply(hidden, handle), bounds.diff(), handle)
+        handle = LocalHandle(place // max(expert_ids.shape[1], 1), place, row.view_as(expert_ids))
+        bounds = torch.searchsorted(sorted_ids, torch.arange(num_experts + 2, device=ids.device))
+        valid = (bounds[0] == 0) & (bounds[-1] == len(ids))
+        torch._assert_async(valid, f"expert_ids must be in 0..num_experts = {num_experts}")
+        return LocalDispatched(_Gather.apply(hidden, handle), bounds[:-1].diff(), handle)
 
     def combine(self, rows: Tensor, expert_weights: Tensor, handle: LocalHandle) -> Tensor:
         """[T*K, D], [T, K] -> [T, D] in the rows' dtype."""
