@@ -106,7 +106,7 @@ def count_host_syncs() -> Iterator[Count]:
 
 class _Collectives(TorchDispatchMode):
     _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-    _NOT_COLLECTIVE = ("wait_tensor", "monitored_barrier")
+    _NOT_COLLECTIVE = ("wait_tensor", "wrap_tensor_autograd", "monitored_barrier")
 
     def __init__(self, count: Count) -> None:
         super().__init__()
