@@ -147,28 +147,23 @@ def no_logging():
     logging.disable(logging.NOTSET)
 
 
-def test_compiled_blocks_are_checkpointed_and_keep_their_choices(marked, no_logging):
-    def gradients(compiled: bool) -> tuple[list[torch.Tensor], list[int]]:
+def test_a_compiled_block_is_checkpointed_and_keeps_its_choice(marked, no_logging):
+    def gradients(compiled: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        _choose.calls, made = 0, []
+        _choose.calls = 0
         model = _Model(1).eval()
         if compiled:
             model.layers[0].forward = torch.compile(model.layers[0].forward, backend="aot_eager")
         apply_activation_checkpointing(model, "full")
-        for tokens in (5, 7, 9):
-            model(torch.randn(tokens, D)).square().sum().backward()
-            made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        assert _choose.calls == 3, "one a forward pass, none a recomputation"
-        return [parameter.grad for parameter in model.parameters()], made
+        model(torch.randn(T, D)).square().sum().backward()
+        assert _choose.calls == 1, "once in the forward pass, not in the recomputation"
+        return [parameter.grad for parameter in model.parameters()]
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    expected, _ = gradients(False)
-    actual, made = gradients(True)
-    for one, other in zip(expected, actual, strict=True):
+    for one, other in zip(gradients(False), gradients(True), strict=True):
         assert (one - other).norm() < 1e-6 * one.norm()
-    assert made[0] > 0, "the checkpoint kept the block from being compiled"
-    assert made[2] == made[1] <= 6, "a first number of tokens, and then any"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 
 class _Drifting(nn.Module):

@@ -44,7 +44,7 @@ def _compiled(ep):
         if ep > 1:
             block.experts.weight = nn.Parameter(distribute_tensor(block.experts.weight.detach(), ep_mesh, [Shard(0)]))
         if compiled:
-            block.forward = torch.compile(block.forward, backend="aot_eager")
+            block.forward = torch.compile(block.forward, backend="aot_eager", dynamic=True)
         apply_activation_checkpointing(made, checkpoint)
         return fully_shard_moe(
             made,
@@ -57,7 +57,7 @@ def _compiled(ep):
     counters.clear()
     eager, compiled = model(False, "none"), model(True, "full")
     graphs = []
-    for tokens in (5, 7, 4, 9):
+    for tokens in (5, 7, 9):
         hidden = torch.randn(tokens, 6, generator=torch.Generator().manual_seed(tokens + 10 * dist.get_rank()))
         for each in (eager, compiled):
             each(hidden).square().sum().backward()
@@ -70,8 +70,8 @@ def _compiled(ep):
 
 
 def test_compiled_equals_eager_and_ends_graphs_at_the_expert_unit_alone():
-    for error, graphs, breaks in run_ranks(_compiled, 2, 2):
+    for error, graphs, breaks in run_ranks(_compiled, 2, 2, timeout=120):
         assert error < 1e-6
-        # before the experts, the experts, after them; once for the first number of tokens, once for any other
-        assert graphs == [3, 6, 6, 6]
-        assert breaks <= 4, "FSDP's hooks before and after the experts, in either version"
+        # before the experts, the experts, after them; for any number of tokens
+        assert graphs == [3, 3, 3]
+        assert breaks <= 2, "before and after the experts"
