@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt_layout import chunk_range, get_sharded_expert_range
+from ckpt_layout import balanced_expert_range, chunk_range, get_sharded_expert_range
 from ckpt_layout._ranges import runs_length
 from ckpt_layout._region import held_region
 
@@ -24,6 +24,7 @@ def test_every_size_and_number_of_parts_splits_like_torch_chunk(of):
     [
         (5, 4, [2, 2, 1, 0]),
         (10, 4, [3, 3, 3, 1]),
+        (60, 2, [30, 30]),
         (60, 8, [8] * 7 + [4]),
         (64, 24, [3] * 21 + [1, 0, 0]),
         (128, 12, [11] * 11 + [7]),
@@ -38,8 +39,23 @@ def test_an_empty_range_stands_at_the_end():
     assert get_sharded_expert_range(3, 4, 3).start == 3
 
 
+def test_balanced_ownership_covers_all_and_differs_by_one_at_most():
+    for experts in range(131):
+        for ranks in range(1, 33):
+            owned = [balanced_expert_range(experts, ranks, rank) for rank in range(ranks)]
+            assert [expert for each in owned for expert in each] == list(range(experts))
+            sizes = [len(each) for each in owned]
+            assert max(sizes) - min(sizes) <= 1
+            assert sizes == sorted(sizes, reverse=True)
+    assert [len(balanced_expert_range(5, 4, rank)) for rank in range(4)] == [2, 1, 1, 1]
+
+
+def test_the_label_says_that_it_chooses_nothing():
+    assert "Do not use it to choose a placement" in get_sharded_expert_range.__doc__
+
+
 @pytest.mark.parametrize("arguments", [(-1, 2, 0), (4, 0, 0), (4, 2, 2), (4, 2, -1)])
-@pytest.mark.parametrize("of", [chunk_range, get_sharded_expert_range])
+@pytest.mark.parametrize("of", [chunk_range, get_sharded_expert_range, balanced_expert_range])
 def test_arguments_out_of_range_are_refused(of, arguments):
     with pytest.raises(ValueError, match="must be"):
         of(*arguments)

@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt_layout._blocks import Block as Block
+    from ckpt_layout._blocks import hf_blocks as hf_blocks
     from ckpt_layout._checkpoint import load_checkpoint as load_checkpoint
     from ckpt_layout._checkpoint import save_checkpoint as save_checkpoint
     from ckpt_layout._errors import LayoutError as LayoutError
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from ckpt_layout._families import families as families
     from ckpt_layout._hf_load import load_hf as load_hf
     from ckpt_layout._hf_save import save_hf as save_hf
+    from ckpt_layout._ranges import balanced_expert_range as balanced_expert_range
     from ckpt_layout._ranges import chunk_range as chunk_range
     from ckpt_layout._ranges import get_sharded_expert_range as get_sharded_expert_range
     from ckpt_layout._region import expert_range as expert_range
@@ -21,16 +24,19 @@ if TYPE_CHECKING:
     from ckpt_layout._replicated import assert_replicated as assert_replicated
 
 _HOME = {
+    "Block": "ckpt_layout._blocks",
     "Family": "ckpt_layout._families",
     "LayoutError": "ckpt_layout._errors",
     "PeerError": "ckpt_layout._errors",
     "ReplicaMismatchError": "ckpt_layout._errors",
     "Rule": "ckpt_layout._families",
     "assert_replicated": "ckpt_layout._replicated",
+    "balanced_expert_range": "ckpt_layout._ranges",
     "chunk_range": "ckpt_layout._ranges",
     "expert_range": "ckpt_layout._region",
     "families": "ckpt_layout._families",
     "get_sharded_expert_range": "ckpt_layout._ranges",
+    "hf_blocks": "ckpt_layout._blocks",
     "load_checkpoint": "ckpt_layout._checkpoint",
     "load_hf": "ckpt_layout._hf_load",
     "save_checkpoint": "ckpt_layout._checkpoint",

@@ -1,9 +1,12 @@
 """The families of models that a Hugging Face folder may hold, as data: one row says how names and stacks differ.
 
-A row's native names are those of transformers' own modules (version 5), except for nemotron_h, whose are
-nemotron_nano's. To add a family, add a row, or offer a component of kind `family`, or pass `Family(...)`.
+A row's native names are those of transformers' own modules (version 5); nemotron_h has nemotron_nano's as well.
+The rows called `..._grouped`, chosen by name only, are for modules whose experts are stacked as moe_core's
+GroupedExperts are, [E, 2F, D] with the gate's rows first, and not as their families store them. To add a family,
+add a row, or offer a component of kind `family`, or pass `Family(...)`.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,72 +30,240 @@ class Rule:
     join_dim: int = 1
     transpose: bool = False
     """The last two dimensions are swapped on disk."""
+    interleave: int = 1
+    """Of n > 1 equal parts along `join_dim`, the disk has the first index of each, then the second of each, ..."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.interleave < 1 or (self.interleave > 1 and (len(self.disk) > 1 or "{e}" in self.disk[0])):
+            raise ValueError(
+                f"Rule({self.native!r}): interleave = {self.interleave}: must be 1, or the number of parts that one "
+                "stacked tensor on disk has; with several disk names, or one for each expert, leave it out"
+            )
+
+
+Renames = tuple[tuple[str, str], ...]
 
 
 @attrs.frozen
 class Family:
-    """How the models of one family lie on disk. Every name that no rule matches is the same in both."""
+    """How the models of one family lie on disk. Every name that no rule or rename matches is the same in both."""
 
     name: str
     model_types: tuple[str, ...]
     """Values of `model_type` in config.json that mean this family."""
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule, ...] = ()
     """Tried in order. For reading, each rule that matches is an alternative, and so is the native name itself
     (stacked files); for writing, the first is taken."""
+    renames: Renames = ()
+    """(native, disk): whole dotted parts of a name that are called differently, replaced one pair after the
+    other wherever they stand; "^" at the start of the first binds it to the start of the name. What is before a
+    rule's match is renamed too."""
+    also: Renames = ()
+    """Further renames of the names on disk, that other writers of this family made; tried for reading only."""
     keep_fp32: tuple[str, ...] = ()
     """Ends of native names that `save_hf(dtype=...)` leaves in fp32, as rounding them changes the model."""
     ignore: tuple[str, ...] = ()
     """Ends of disk names that no model has, and that carry nothing: tables that are computed."""
 
 
-_GATE_UP_DOWN = (
-    Rule("mlp.experts.gate_up_proj", ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight")),
-    Rule("mlp.experts.down_proj", "mlp.experts.{e}.down_proj.weight"),
+def renamed(name: str, renames: Renames) -> str:
+    """`name` with each pair's first parts replaced by its second, in order."""
+    for old, replacement in renames:
+        start, old = ("^()", old[1:]) if old.startswith("^") else (r"(^|\.)", old)
+        name = re.sub(rf"{start}{re.escape(old)}(?=\.|$)", rf"\g<1>{replacement}", name).removeprefix(".")
+    return name
+
+
+def _experts(native: str, disk: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Gated experts: a file tensor for each expert's gate, up and down projection."""
+    each = f"{disk}.experts.{{e}}."
+    return (
+        Rule(f"{native}.experts.gate_up_proj", (f"{each}{gate}.weight", f"{each}{up}.weight")),
+        Rule(f"{native}.experts.down_proj", f"{each}{down}.weight"),
+    )
+
+
+_GATE_UP_DOWN = _experts("mlp", "mlp", "gate_proj", "up_proj", "down_proj")
+_BLOCK_SPARSE = _experts("mlp", "block_sparse_moe", "w1", "w3", "w2")
+_ROUTER = ("mlp.gate.weight",)
+_ROUTER_AND_BIAS = (*_ROUTER, "mlp.gate.e_score_correction_bias")
+_ROTARY_TABLE = ("rotary_emb.inv_freq",)
+_HC = ("fn", "base", "scale")
+
+_KIMI_ATTENTION = (
+    Rule("self_attn.conv1d.weight", tuple(f"self_attn.{part}_conv1d.weight" for part in "qkv"), join_dim=0),
 )
+_FORGET_GATE = tuple(
+    (f"self_attn.forget_gate.{name}", f"self_attn.{name}") for name in ("A_log", "dt_bias", "f_a_proj", "f_b_proj")
+)
+_FORGET_GATE_FP32 = ("self_attn.forget_gate.A_log", "self_attn.forget_gate.dt_bias")
 
 _ROWS = (
     Family(
-        name="nemotron_h",
+        name="nemotron_h",  # names of nemotron_nano, and of transformers: their experts have the same
         model_types=("nemotron_h",),
         rules=(
-            Rule("mixer.ssm.A_log", "mixer.A_log"),
-            Rule("mixer.ssm.D", "mixer.D"),
-            Rule("mixer.ssm.dt_bias", "mixer.dt_bias"),
-            Rule("mixer.router.weight", "mixer.gate.weight"),
-            Rule("mixer.router.bias", "mixer.gate.e_score_correction_bias"),
             Rule("mixer.experts.up_proj", "mixer.experts.{e}.up_proj.weight"),
             Rule("mixer.experts.down_proj", "mixer.experts.{e}.down_proj.weight"),
         ),
-        keep_fp32=("ssm.A_log", "ssm.D", "ssm.dt_bias", "router.weight", "router.bias"),
+        renames=(
+            ("^model", "backbone"),
+            ("mixer.ssm", "mixer"),
+            ("mixer.router.bias", "mixer.gate.e_score_correction_bias"),
+            ("mixer.router", "mixer.gate"),
+        ),
+        keep_fp32=(
+            "ssm.A_log", "ssm.D", "ssm.dt_bias", "router.weight", "router.bias",
+            "mixer.A_log", "mixer.D", "mixer.dt_bias", "mixer.gate.weight", "mixer.gate.e_score_correction_bias",
+        ),
     ),
     Family(
         name="mixtral",
         model_types=("mixtral",),
-        rules=(
-            Rule(
-                "mlp.experts.gate_up_proj",
-                ("block_sparse_moe.experts.{e}.w1.weight", "block_sparse_moe.experts.{e}.w3.weight"),
-            ),
-            Rule("mlp.experts.down_proj", "block_sparse_moe.experts.{e}.w2.weight"),
-            Rule("mlp.gate.weight", "block_sparse_moe.gate.weight"),
-        ),
-        keep_fp32=("mlp.gate.weight",),
-        ignore=("rotary_emb.inv_freq",),
+        rules=(*_BLOCK_SPARSE, Rule("mlp.gate.weight", "block_sparse_moe.gate.weight")),
+        keep_fp32=_ROUTER,
+        ignore=_ROTARY_TABLE,
     ),
     Family(
-        name="qwen3_moe",
-        model_types=("qwen3_moe",),
+        name="qwen2_moe",
+        model_types=("qwen2_moe",),
         rules=_GATE_UP_DOWN,
-        keep_fp32=("mlp.gate.weight",),
+        keep_fp32=(*_ROUTER, "mlp.shared_expert_gate.weight"),
     ),
+    Family(name="qwen3_moe", model_types=("qwen3_moe",), rules=_GATE_UP_DOWN, keep_fp32=_ROUTER),
     Family(
         name="deepseek_v3",
-        model_types=("deepseek_v3",),
+        model_types=("deepseek_v2", "deepseek_v3"),
         rules=_GATE_UP_DOWN,
-        keep_fp32=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
-        ignore=("rotary_emb.inv_freq",),
+        keep_fp32=_ROUTER_AND_BIAS,
+        ignore=_ROTARY_TABLE,
     ),
-)
+    Family(
+        name="deepseek_v32",
+        model_types=("deepseek_v32",),
+        rules=_GATE_UP_DOWN,
+        keep_fp32=_ROUTER_AND_BIAS,
+        ignore=_ROTARY_TABLE,
+    ),
+    Family(
+        name="kimi_k25",  # its language model; transformers permutes weights of its vision tower
+        model_types=("kimi_k25",),
+        rules=_GATE_UP_DOWN,
+        renames=(("^model.language_model", "language_model.model"), ("^lm_head", "language_model.lm_head")),
+        also=(("^language_model.model", "model"), ("^language_model.lm_head", "lm_head")),
+        keep_fp32=_ROUTER_AND_BIAS,
+        ignore=_ROTARY_TABLE,
+    ),
+    Family(
+        name="deepseek_v4",
+        model_types=("deepseek_v4", "deepseek_v41"),
+        rules=(
+            *_experts("mlp", "ffn", "w1", "w3", "w2"),
+            *(
+                Rule(f"mlp.shared_experts.{native}.weight", f"ffn.shared_experts.{disk}.weight")
+                for native, disk in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+            ),
+        ),
+        renames=(
+            ("^lm_head", "head"),
+            *((f"{block}_hc.{part}", f"hc_{block}_{part}") for block in ("attn", "ffn") for part in _HC),
+            ("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm"),
+            ("compressor.indexer.scorer.weights_proj", "indexer.weights_proj"),
+            ("compressor.indexer.q_b_proj", "indexer.wq_b"), ("compressor.indexer", "indexer.compressor"),
+            ("sinks", "attn_sink"), ("kv_norm", "norm"), ("position_bias", "ape"), ("q_a_proj", "wq_a"),
+            ("q_b_proj", "wq_b"), ("kv_proj", "wkv"), ("gate_proj", "wgate"), ("o_a_proj", "wo_a"),
+            ("o_b_proj", "wo_b"), ("q_a_norm", "q_norm"), ("gate.e_score_correction_bias", "gate.bias"),
+            ("self_attn", "attn"), ("mlp", "ffn"),
+        ),
+        also=(
+            ("^model.embed_tokens", "embed"),
+            *((f"hc_head.hc_{part}", f"hc_head_{part}") for part in _HC),
+            ("^model", ""),
+        ),
+        keep_fp32=(*_ROUTER_AND_BIAS, *(f"{block}_hc.{part}" for block in ("attn", "ffn") for part in _HC)),
+    ),
+    Family(
+        name="kimi_linear",
+        model_types=("kimi_linear",),
+        rules=(*_BLOCK_SPARSE, *_KIMI_ATTENTION),
+        renames=(*_FORGET_GATE, ("mlp", "block_sparse_moe")),
+        also=(("block_sparse_moe", "mlp"),),  # dense layers, as the hub has them
+        keep_fp32=(*_ROUTER_AND_BIAS, *_FORGET_GATE_FP32),
+    ),
+    Family(
+        name="kimi_k3",
+        model_types=("kimi_k3",),
+        rules=(*_BLOCK_SPARSE, *_KIMI_ATTENTION),
+        renames=(*_FORGET_GATE, ("mlp", "block_sparse_moe")),
+        also=(("block_sparse_moe", "mlp"),),
+        keep_fp32=(*_ROUTER_AND_BIAS, *_FORGET_GATE_FP32),
+    ),
+    Family(
+        name="glm4_moe",
+        model_types=("glm4_moe",),
+        rules=_GATE_UP_DOWN,
+        keep_fp32=_ROUTER_AND_BIAS,
+        ignore=_ROTARY_TABLE,
+    ),
+    Family(
+        name="glm5_next",
+        model_types=("glm5_next", "glm5_next_text"),
+        rules=(*_GATE_UP_DOWN, *_KIMI_ATTENTION),
+        renames=(
+            *_FORGET_GATE,
+            *((f"{block}_hc.{part}", f"hc_{block}_{part}") for block in ("attn", "ffn") for part in _HC),
+        ),
+        keep_fp32=(*_ROUTER_AND_BIAS, *_FORGET_GATE_FP32),
+    ),
+    Family(
+        name="minimax_m2",
+        model_types=("minimax_m2",),
+        rules=_BLOCK_SPARSE,
+        renames=(("mlp", "block_sparse_moe"),),
+        keep_fp32=(*_ROUTER, "mlp.e_score_correction_bias"),
+    ),
+    Family(
+        name="ernie4_5_moe",
+        model_types=("ernie4_5_moe",),
+        rules=_GATE_UP_DOWN,
+        renames=(("mlp.gate.moe_statics", "mlp.moe_statics"),),
+        keep_fp32=(*_ROUTER, "moe_statics.e_score_correction_bias"),
+    ),
+    Family(
+        name="granitemoe",
+        model_types=("granitemoe",),
+        renames=(
+            ("block_sparse_moe.router", "block_sparse_moe.router.layer"),
+            ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+            ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+        ),
+        keep_fp32=("block_sparse_moe.router.weight",),
+    ),
+    Family(name="gpt_oss", model_types=("gpt_oss",), keep_fp32=("mlp.router.weight", "mlp.router.bias")),
+    Family(
+        name="gpt_oss_grouped",
+        model_types=(),
+        rules=(
+            Rule("experts.gate_up_proj", "experts.gate_up_proj", transpose=True, interleave=2),
+            Rule("experts.gate_up_proj_bias", "experts.gate_up_proj_bias", interleave=2),
+            Rule("experts.down_proj", "experts.down_proj", transpose=True),
+        ),
+        keep_fp32=("mlp.router.weight", "mlp.router.bias"),
+    ),
+    Family(
+        name="llama4", model_types=("llama4_text",), keep_fp32=("feed_forward.router.weight",), ignore=_ROTARY_TABLE
+    ),
+    Family(
+        name="llama4_grouped",
+        model_types=(),
+        rules=(
+            Rule("experts.gate_up_proj", "experts.gate_up_proj", transpose=True),
+            Rule("experts.down_proj", "experts.down_proj", transpose=True),
+        ),
+        keep_fp32=("feed_forward.router.weight",),
+        ignore=_ROTARY_TABLE,
+    ),
+)  # fmt: skip
 
 
 def families(registry: Any = None) -> Mapping[str, Family]:

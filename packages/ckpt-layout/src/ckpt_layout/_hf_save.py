@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from ckpt_layout._blocks import blocks_of
 from ckpt_layout._errors import LayoutError
 from ckpt_layout._families import Family
 from ckpt_layout._hf_folder import INDEX, SINGLE
 from ckpt_layout._hf_load import resolve_family
 from ckpt_layout._model_tensors import model_tensors, without_ties
-from ckpt_layout._pieces import Piece, layouts, overlaps
-from ckpt_layout._region import local_of, region_of
+from ckpt_layout._pieces import Piece, layouts
 from ckpt_layout._replicated import assert_replicated
 from ckpt_layout._safetensors_file import Entry, FilePlan, create, plan_file, write_block
 from ckpt_layout._together import together, world
@@ -45,6 +45,7 @@ def save_hf(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     config: Mapping[str, Any] | None = None,
+    stacked: bool = False,
 ) -> None:
     """Write every parameter and persistent buffer as a folder that transformers reads.
 
@@ -60,6 +61,7 @@ def save_hf(
             itself.
         dtype: for floating-point tensors, but not for those the family keeps in fp32; None: as they are.
         config: what config.json gets; None: `model.config.to_hf()`, or `.to_dict()`, or no config.json.
+        stacked: all experts of a layer in one tensor, as transformers has them in memory, and not one tensor each.
 
     Raises:
         LayoutError: a ValueError: a folder that is not empty, an unknown family, a size that is none.
@@ -71,7 +73,7 @@ def save_hf(
     with together("preparing the export"):
         content = dict(config) if config is not None else _config_of(model)
         row = resolve_family(family, content.get("model_type"), "the model's config")
-        items = _items(model, row, dtype)
+        items = _items(model, row, dtype, stacked)
         plans = _file_plans(items, _bytes(max_shard_size))
     assert_replicated(model)
     with together("creating the files"):
@@ -93,9 +95,13 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     return {}
 
 
-def _items(model: nn.Module, family: Family, dtype: torch.dtype | None) -> list[_Item]:
+def _items(model: nn.Module, family: Family, dtype: torch.dtype | None, stacked: bool) -> list[_Item]:
     return [
-        _Item(tensor, layouts(family, name, tensor.shape)[0], _stored_dtype(name, tensor, family, dtype))
+        _Item(
+            tensor,
+            layouts(family, name, tensor.shape, stacked=stacked)[0],
+            _stored_dtype(name, tensor, family, dtype),
+        )
         for name, tensor in without_ties(model_tensors(model)).items()
     ]
 
@@ -164,12 +170,9 @@ def _write_mine(partial: Path, plans: Sequence[FilePlan], items: Sequence[_Item]
     with ExitStack() as stack:
         files = {plan.name: stack.enter_context((partial / plan.name).open("r+b", buffering=0)) for plan in plans}
         for item in _written_here(items):
-            local, region = local_of(item.tensor), region_of(item.tensor)
-            for piece in item.pieces:
-                plan = home[piece.key]
-                for overlap in overlaps(local, region, piece):
-                    values = overlap.local.to(item.dtype).cpu()
-                    write_block(files[plan.name], plan.starts[piece.key], piece.shape, overlap.disk, values)
+            for block in blocks_of(item.tensor, item.pieces, item.dtype):
+                plan = home[block.key]
+                write_block(files[plan.name], plan.starts[block.key], block.shape, block.where, block.values)
         for file in files.values():
             os.fsync(file.fileno())
 

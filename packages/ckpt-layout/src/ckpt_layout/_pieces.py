@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 import attrs
+import torch
 from torch import Tensor
 
 from ckpt_layout._errors import LayoutError
-from ckpt_layout._families import Family, Rule
+from ckpt_layout._families import Family, Rule, renamed
 from ckpt_layout._ranges import positions
 from ckpt_layout._region import Region
 
@@ -23,6 +24,9 @@ class Piece:
     is_expert: bool = False
     """The box has one index of dimension 0, and the tensor on disk lacks that dimension."""
     transpose: bool = False
+    interleave: int = 1
+    join_dim: int = 1
+    """The native dimension of whose `interleave` parts the disk has one index after the other of each."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,15 +40,30 @@ class Piece:
             values[-2:] = reversed(values[-2:])
         return tuple(values)
 
+    @property
+    def interleaved_dim(self) -> int:
+        """`join_dim` as a dimension on disk, counted from the end."""
+        dim = self.join_dim - len(self.box)
+        return -3 - dim if self.transpose and dim >= -2 else dim
+
 
 @attrs.frozen
 class Overlap:
     """A block that a rank's shard and a piece have in common."""
 
     local: Tensor
-    """A view of the local shard, with the dimensions that are on disk, in their order."""
+    """A view of the local shard, with the dimensions that are on disk, in their order. Where the disk interleaves
+    parts, the dimension stands there as two: (index in a part, part)."""
     disk: tuple[slice, ...]
     """Where the block lies in the tensor on disk."""
+
+    def fill(self, values: Tensor) -> None:
+        """Set this part of the shard to `values`, which have the shape of the block on disk."""
+        self.local.copy_(values.reshape(self.local.shape))
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """This part of the shard as it lies on disk, on the CPU; shares memory with it where it can."""
+        return self.local.to(dtype).cpu().reshape([part.stop - part.start for part in self.disk])
 
 
 def overlaps(local: Tensor, region: Region, piece: Piece) -> Iterator[Overlap]:
@@ -54,6 +73,7 @@ def overlaps(local: Tensor, region: Region, piece: Piece) -> Iterator[Overlap]:
         view = local[tuple(held for held, _ in block)]
         view = view[0] if piece.is_expert else view
         view = view.transpose(-1, -2) if piece.transpose else view
+        view = _interleaved(view, piece) if piece.interleave > 1 else view
         inside = [
             slice(indices.start - box.start, indices.stop - box.start)
             for (_, indices), box in zip(block, piece.box, strict=True)
@@ -61,10 +81,30 @@ def overlaps(local: Tensor, region: Region, piece: Piece) -> Iterator[Overlap]:
         yield Overlap(view, piece.to_disk(inside))
 
 
-def layouts(family: Family, name: str, shape: Sequence[int]) -> list[list[Piece]]:
-    """The ways in which the native tensor `name` of the global `shape` may lie on disk; the first is written."""
-    ways = [_pieces(rule, prefix, shape) for rule, prefix in _matches(family, name)]
-    return [*ways, [Piece(name, tuple(range(size) for size in shape))]]
+def _interleaved(view: Tensor, piece: Piece) -> Tensor:
+    dim, whole = piece.interleaved_dim, len(piece.box[piece.join_dim])
+    if view.shape[dim] != whole:
+        raise LayoutError(
+            f"{piece.key}: its file interleaves {piece.interleave} parts along a dimension of {whole}, of which this "
+            f"rank holds {view.shape[dim]}; shard another dimension (Shard(0): the experts), or redistribute first"
+        )
+    return view.unflatten(dim, (piece.interleave, -1)).transpose(dim, dim - 1)
+
+
+def layouts(family: Family, name: str, shape: Sequence[int], *, stacked: bool = False) -> list[list[Piece]]:
+    """The ways in which the native tensor `name` of the global `shape` may lie on disk; the first is written.
+
+    Args:
+        stacked: put the ways without a file tensor for each expert first.
+    """
+    ways = [_pieces(rule, renamed(prefix, family.renames), shape) for rule, prefix in _matches(family, name)]
+    whole = tuple(range(size) for size in shape)
+    names = dict.fromkeys([renamed(name, family.renames), name])
+    ways += [[Piece(key, whole)] for key in names]
+    if stacked:
+        ways.sort(key=lambda way: any(piece.is_expert for piece in way))
+    others = ([attrs.evolve(piece, key=renamed(piece.key, family.also)) for piece in way] for way in list(ways))
+    return [*ways, *(way for way in others if family.also)]
 
 
 def _matches(family: Family, name: str) -> Iterator[tuple[Rule, str]]:
@@ -75,7 +115,7 @@ def _matches(family: Family, name: str) -> Iterator[tuple[Rule, str]]:
 
 
 def _pieces(rule: Rule, prefix: str, shape: Sequence[int]) -> list[Piece]:
-    parts = len(rule.disk)
+    parts = max(len(rule.disk), rule.interleave)
     if parts > 1 and (len(shape) <= rule.join_dim or shape[rule.join_dim] % parts):
         raise LayoutError(
             f"{prefix}{rule.native} of shape {tuple(shape)}: "
@@ -85,11 +125,19 @@ def _pieces(rule: Rule, prefix: str, shape: Sequence[int]) -> list[Piece]:
     pieces = []
     for index, pattern in enumerate(rule.disk):
         box = list(whole)
-        if parts > 1:
+        if len(rule.disk) > 1:
             length = shape[rule.join_dim] // parts
             box[rule.join_dim] = range(index * length, (index + 1) * length)
         if "{e}" not in pattern:
-            pieces.append(Piece(prefix + pattern, tuple(box), transpose=rule.transpose))
+            pieces.append(
+                Piece(
+                    prefix + pattern,
+                    tuple(box),
+                    transpose=rule.transpose,
+                    interleave=rule.interleave,
+                    join_dim=rule.join_dim,
+                )
+            )
             continue
         for expert in range(shape[0]):
             key = prefix + pattern.replace("{e}", str(expert))

@@ -72,33 +72,25 @@ class FamilyConfig:
     """A family of models as data; it has no settings."""
 
 
-def nemotron_h(config: FamilyConfig, run: Any) -> "Family":
-    return _row("nemotron_h")
-
-
-def mixtral(config: FamilyConfig, run: Any) -> "Family":
-    return _row("mixtral")
-
-
-def qwen3_moe(config: FamilyConfig, run: Any) -> "Family":
-    return _row("qwen3_moe")
-
-
-def deepseek_v3(config: FamilyConfig, run: Any) -> "Family":
-    return _row("deepseek_v3")
-
-
-def _row(name: str) -> "Family":
+def __getattr__(name: str) -> Any:
+    """The factory of a family's component, which is called like its row."""
     from ckpt_layout._families import families
 
-    return families()[name]
+    if name not in families():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def row(config: FamilyConfig, run: Any) -> "Family":
+        return families()[name]
+
+    return row
 
 
 @hookimpl
 def moe_components() -> list[Component]:
+    from ckpt_layout._families import families
+
     here = "ckpt_layout._plugin:"
-    rows = ("nemotron_h", "mixtral", "qwen3_moe", "deepseek_v3")
     return [
         Component("checkpointer", "dcp", f"{here}DcpConfig", f"{here}build_dcp"),
-        *(Component("family", row, f"{here}FamilyConfig", f"{here}{row}") for row in rows),
+        *(Component("family", row, f"{here}FamilyConfig", f"{here}{row}") for row in families()),
     ]

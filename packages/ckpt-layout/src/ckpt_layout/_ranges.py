@@ -43,6 +43,26 @@ def get_sharded_expert_range(num_experts: int, world_size: int, rank: int) -> ra
     return chunk_range(num_experts, world_size, rank)
 
 
+def balanced_expert_range(num_experts: int, ep_size: int, rank: int) -> range:
+    """The experts that `rank` should own when experts are given out as evenly as possible, to choose a placement.
+
+    The leading ranks own one more where they do not divide: 5 on 4 is 2, 1, 1, 1, so that no rank stays without
+    as long as there are as many experts as ranks. This is not what `Shard(0)` holds (2, 2, 1, 0): to label what
+    was placed use `expert_range`, or `get_sharded_expert_range`.
+
+    Raises:
+        ValueError: `num_experts` < 0, `ep_size` < 1, or `rank` outside range(ep_size).
+    """
+    if num_experts < 0:
+        raise ValueError(f"num_experts = {num_experts}: must be at least 0")
+    if ep_size < 1:
+        raise ValueError(f"ep_size = {ep_size}: must be at least 1")
+    if not 0 <= rank < ep_size:
+        raise ValueError(f"rank = {rank}: must be in range({ep_size})")
+    each, more = divmod(num_experts, ep_size)
+    return range(rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more))
+
+
 def full_runs(size: int) -> Runs:
     return _merged([range(size)])
 
