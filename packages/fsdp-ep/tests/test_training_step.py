@@ -451,3 +451,28 @@ def test_a_meta_model_is_wrapped_and_then_materialised():
         assert finite
         assert axes == ("dp_shard_mod_ep", "ep")
         assert shape == (5, F, D)
+
+
+def _reduced_from_bf16(reduce_dtype):
+    """The gradient of a weight that gets 256 on one rank and 1 on the other: in bf16 their sum is 256."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from fsdp_ep import fully_shard_moe
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(1, 2, bias=False)])
+    model.forward = lambda hidden: model.layers[0](hidden)
+    given = {} if reduce_dtype is None else {"reduce_dtype": getattr(torch, reduce_dtype)}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, **given)
+    fully_shard_moe(model, dp_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), mp_policy=policy)
+    model(torch.tensor([[256.0 if dist.get_rank() == 0 else 1.0]])).sum().backward()
+    return model.layers[0].weight.grad.full_tensor().flatten().tolist()
+
+
+def test_without_a_reduce_dtype_gradients_of_16_bits_are_reduced_in_fp32():
+    assert run_ranks(_reduced_from_bf16, 2, None) == [[128.5, 128.5]] * 2
+    assert run_ranks(_reduced_from_bf16, 2, "bfloat16") == [[128.0, 128.0]] * 2

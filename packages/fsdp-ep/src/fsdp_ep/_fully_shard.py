@@ -1,5 +1,6 @@
 """`fully_shard_moe`: FSDP2 over a model whose expert stacks live on another mesh."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -54,7 +55,8 @@ def fully_shard_moe(
         head: with `separate_lm_head`, the module that becomes a unit; default: Hugging Face's accessor, or
             `model.lm_head`.
         embedding: the module that becomes a unit; default: it stays with the root.
-        mp_policy: precision of all units; expert units do not cast their inputs (routing weights are fp32).
+        mp_policy: precision of all units; expert units do not cast their inputs (routing weights are fp32). With a
+            16-bit `param_dtype` and no `reduce_dtype` gradients are reduced in fp32.
         reshard_after_forward: free gathered parameters between forward and backward. The root and the head
             are kept, because backward begins with them.
         separate_lm_head: for a loss that calls the head itself, outside of the model's forward.
@@ -75,7 +77,7 @@ def fully_shard_moe(
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ShardingError("model", type(model).__name__, "has FSDP units already", "shard a model only once")
-    policy = mp_policy or MixedPrecisionPolicy()
+    policy = _reducing_in_fp32(mp_policy or MixedPrecisionPolicy())
     plan = Plan(
         experts=find_experts(model, ep_mesh),
         islands=find_islands(model, policy.param_dtype),
@@ -131,6 +133,13 @@ def _unit(
     fully_shard(wrapped, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, **shared)
     first = wrapped[0] if isinstance(wrapped, list) else wrapped
     set_gradient_scale(cast(FSDPModule, first), mesh, dp_size)
+
+
+def _reducing_in_fp32(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """FSDP's own default is the dtype of the parameters, which loses small gradients of many ranks in a sum."""
+    if policy.reduce_dtype is None and policy.param_dtype in (torch.bfloat16, torch.float16):
+        return dataclasses.replace(policy, reduce_dtype=torch.float32)
+    return policy
 
 
 def _without_casts(policy: MixedPrecisionPolicy, param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
