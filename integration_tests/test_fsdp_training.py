@@ -26,16 +26,21 @@ class Case:
     microbatches: int = 1
     checkpoint: str = "none"
     crowded: bool = False
-    """All tokens go to the first two experts, so that other ep ranks get none."""
+    """All tokens go to the first expert alone, so that other ep ranks get none."""
 
 
 CASES = [
     Case({}, microbatches=3, checkpoint="full"),
     Case({}, num_experts=5),  # 2, 2, 1, 0
+    Case({}, num_experts=6, checkpoint="selective"),  # 2, 2, 2, 0
+    Case({}, num_experts=7, microbatches=3),
+    Case({}, num_experts=10, crowded=True),
     Case({"ep": 2}),
     Case({"ep": 2}, microbatches=3, checkpoint="full", crowded=True),
     Case({"ep": 2}, num_experts=5, checkpoint="selective"),
     Case({"ep": 2}, num_experts=6, microbatches=3),
+    Case({"ep": 2}, num_experts=7),
+    Case({"ep": 2}, num_experts=10, microbatches=3, checkpoint="full"),
     Case({"ep": 4}, checkpoint="full"),
     Case({"ep": 4}, microbatches=3, crowded=True),
     Case({"ep": 4}, num_experts=7, checkpoint="full"),  # 2, 2, 2, 1
@@ -66,6 +71,9 @@ def small_model(case: Case) -> Any:
         ssm_state_size=4,
         chunk_size=4,
         num_experts=case.num_experts,
+        top_k=1 if case.crowded else 2,
+        # one expert's normalised weight is 1 whatever the router says, and its gradient rounding alone
+        normalize_top_k=not case.crowded,
         expert_hidden_size=20,
         shared_expert_hidden_size=16,
     )
@@ -74,7 +82,7 @@ def small_model(case: Case) -> Any:
     for router in routers(model):
         router.bias.copy_(torch.linspace(-0.1, 0.1, case.num_experts))
         if case.crowded:
-            router.bias[:2] += 10
+            router.bias[0] += 10
     return model
 
 
