@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from chunked_loss._chunk import ChunkLosses
-from chunked_loss._problem import Problem, chunks, joined
+from chunked_loss._problem import Problem, chunks, joined, without_autocast
 from chunked_loss._products import Products, products_for, tiles
 
 _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
@@ -40,7 +40,7 @@ def _chunk_pass(
     zeros: what it holds, NaN included, reaches neither the loss nor a gradient.
     """
     dtype, vocabulary = problem.row_weight.dtype, slice(0, problem.vocab_size)
-    products = products_for(hidden, weight, dtype, weight_gradient=wanted.weight)
+    products = products_for(hidden, weight, dtype)
     gradients = _zeros(hidden, weight, bias, wanted, dtype)
     buffer = hidden.new_empty(min(len(hidden), problem.chunk_tokens), problem.vocab_size, dtype=dtype)
     parts: list[ChunkLosses] = []
@@ -112,7 +112,7 @@ class SumOfLosses(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, grad_enabled: bool
     ) -> tuple[Tensor, ...]:
         wanted = _wanted((hidden, weight, bias), ctx.needs_input_grad[:3]) if grad_enabled else _NOTHING
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device.type):
             losses, gradients = _chunk_pass(hidden, weight, bias, problem, wanted)
         ctx.save_for_backward(*gradients)
         ctx.wanted = wanted
@@ -149,7 +149,7 @@ class LossPerToken(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, grad_enabled: bool
     ) -> tuple[Tensor, ...]:
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device.type):
             losses, _ = _chunk_pass(hidden, weight, bias, problem, _NOTHING)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.problem = problem
@@ -163,7 +163,7 @@ class LossPerToken(torch.autograd.Function):
         _refuse_second_order()
         problem = ctx.problem
         scaled = torch.where(problem.valid, problem.row_weight * grad, 0)
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad.device.type):
             hidden, weight, bias = ctx.saved_tensors
             _, gradients = _chunk_pass(hidden, weight, bias, problem._replace(row_weight=scaled), ctx.wanted)
         cast = [

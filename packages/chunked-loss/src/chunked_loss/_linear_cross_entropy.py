@@ -67,9 +67,9 @@ def linear_cross_entropy(
     chunk * V * 4 + V * D * 4 + T * D * 4 bytes. Logits, losses and sums are fp32 (fp64 for fp64 inputs) whatever
     the inputs' dtype. The result does not depend on `chunk_tokens`.
 
-    fp32 gradients are exact to fp32's rounding, and so are those of bf16 inputs before the one rounding at the
-    end, on CPUs without bf16 instructions; other devices multiply bf16 gradients of the logits (relative error
-    up to 2^-9 each, independent of the number of chunks).
+    Gradients are rounded once, at the end. Two kinds of device round the gradient of the logits of bf16 inputs as
+    well (relative error up to 2^-9 each, independent of the number of chunks): GPUs, and for hidden's gradient
+    CPUs with bf16 instructions.
 
     Token t costs cross entropy (with `label_smoothing` and `class_weight` as in
     `torch.nn.functional.cross_entropy`) plus `z_loss * logsumexp(logits_t)^2` (PaLM's), all of it times

@@ -1,7 +1,8 @@
 """The inputs of the loss that take no gradient, as the ways to compute it receive them."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,3 +39,10 @@ def joined(parts: list[ChunkLosses], like: Tensor) -> ChunkLosses:
         empty = like.new_zeros(0)
         return ChunkLosses(empty, empty, empty.bool())
     return ChunkLosses(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Products go by the rules of this package; some devices, like meta, have no autocast to switch off."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

@@ -4,9 +4,9 @@ Which way they are taken depends on what the device has:
 
 - a product of low-precision operands with a wider result (GPUs): the logits use it, and in bf16 the gradients too,
   after rounding the gradient of the logits to the operands' dtype (in fp16 it would underflow);
-- a CPU with instructions for the dtype, where torch's products round their results: the logits are multiplied
-  in fp32, since rounding them would show in the loss, and so is the gradient of a weight that asks for it in fp32;
-  the other gradients are low-precision products, added up in fp32;
+- a CPU with instructions for bf16, where torch's products round their results: only the gradient of the rows is
+  one, as it is rounded to bf16 afterwards anyway. Rounded logits would show in the loss, and a rounded gradient of
+  the weight would add up over the chunks;
 - everything else, such as a CPU without these instructions, where torch's 16-bit products take 10 to 40 times as
   long as those in fp32: all three in fp32, with the weight widened a tile at a time.
 """
@@ -28,7 +28,6 @@ class Products(NamedTuple):
     widening_logits: bool = False
     widening_gradients: bool = False
     native_d_rows: bool = False
-    native_d_weight: bool = False
 
     def logits_(self, out: Tensor, rows: Tensor, weight: Tensor) -> None:
         """out [C, V] = rows [C, D] @ weight [V, D]^T."""
@@ -58,25 +57,18 @@ class Products(NamedTuple):
         """total [V, D] += d_logits [C, V]^T @ rows [C, D]."""
         if self.widening_gradients:
             total.add_(torch.mm(d_logits.T.to(rows.dtype), rows, out_dtype=total.dtype))
-        elif self.native_d_weight:
-            for tile in tiles(total):
-                total[tile] += d_logits[:, tile].T.to(rows.dtype) @ rows
         else:
             total.addmm_(d_logits.T, rows.to(total.dtype))
 
 
-def products_for(
-    hidden: Tensor, weight: Tensor, dtype: torch.dtype, *, weight_gradient: torch.dtype | None
-) -> Products:
-    """The way for operands of these dtypes with results in `dtype`; `weight_gradient` is what the weight asks for."""
-    operand = weight.dtype
+def products_for(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Products:
+    """The way for operands of these dtypes with results in `dtype`."""
+    operand, device_type = weight.dtype, weight.device.type
     if operand != hidden.dtype or operand not in (torch.bfloat16, torch.float16) or dtype != torch.float32:
         return Products()
-    device_type = weight.device.type
     if _widens(device_type, operand):
         return Products(widening_logits=True, widening_gradients=operand == torch.bfloat16)
-    native = operand == torch.bfloat16 and device_type == "cpu" and _cpu_multiplies_bf16()
-    return Products(native_d_rows=native, native_d_weight=native and weight_gradient == operand)
+    return Products(native_d_rows=operand == torch.bfloat16 and device_type == "cpu" and _cpu_multiplies_bf16())
 
 
 def tiles(matrix: Tensor) -> Iterator[slice]:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from chunked_loss._chunk import ChunkLosses, Terms
-from chunked_loss._problem import Problem, chunks, joined
+from chunked_loss._problem import Problem, chunks, joined, without_autocast
 
 
 def recomputed_losses(
@@ -20,7 +20,7 @@ def recomputed_losses(
     wide_weight = weight[vocabulary].to(dtype)
     wide_bias = None if bias is None else bias[vocabulary].to(dtype)
     values, parts = [hidden.new_zeros(0, dtype=dtype)], []
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device.type):
         for chunk in chunks(len(hidden), problem.chunk_tokens):
             rows = torch.where(problem.valid[chunk, None], hidden[chunk], 0).to(dtype)
             losses = ChunkLosses(
