@@ -266,6 +266,51 @@ def test_a_step_can_be_saved_again(tmp_path):
     other = Model()
     load_checkpoint(tmp_path, model=other)
     assert torch.equal(other.bias, model.bias)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001.1"]
+
+
+@pytest.mark.parametrize("stop", range(6))
+def test_saving_a_step_again_leaves_a_whole_one_at_every_moment(tmp_path, stop, monkeypatch):
+    """The process ends at the stop-th of the folder operations; what `latest` names is the old or the new one."""
+    import os
+    import shutil
+
+    model, done = Model(), []
+    save_checkpoint(tmp_path, 1, model=model)
+    old = model.bias.clone()
+    with torch.no_grad():
+        model.bias += 1
+
+    class Ended(BaseException):
+        pass
+
+    def until(name, original):
+        def operation(*args, **kwargs):
+            if len(done) == stop:
+                raise Ended
+            done.append(name)
+            return original(*args, **kwargs)
+
+        return operation
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", until("rename", os.replace))  # what Path.replace calls, too
+        patch.setattr(shutil, "rmtree", until("remove", shutil.rmtree))
+        try:
+            save_checkpoint(tmp_path, 1, model=model)
+        except Ended:
+            pass
+        else:
+            assert done == ["rename", "rename", "remove", "rename", "remove"]
+            assert stop == 5
+    for step in (None, 1):
+        other = Model()
+        state = load_checkpoint(tmp_path, model=other, step=step)
+        assert state["step"] == 1
+        assert torch.equal(other.bias, old if stop < 2 else model.bias)
+    save_checkpoint(tmp_path, 1, model=model)  # and it goes on from there
+    load_checkpoint(tmp_path, model=other)
+    assert torch.equal(other.bias, model.bias)
 
 
 class Wider(Model):
@@ -400,17 +445,23 @@ def test_state_on_some_ranks_only_is_named(tmp_path):
         assert "only some ranks hold optimizer/dense.weight/exp_avg" in message
 
 
-def test_the_component_saves_and_loads_a_run(tmp_path):
+@pytest.mark.parametrize("background", [False, True])
+def test_the_component_saves_and_loads_a_run(tmp_path, background):
     from types import SimpleNamespace
 
     from ckpt_layout._plugin import DcpConfig, build_dcp
 
     model, optimizer, scheduler = trained(1)
-    config = SimpleNamespace(run=SimpleNamespace(output_dir=str(tmp_path)), to_toml=lambda: "[run]\n")
+    installed = SimpleNamespace(entries=[SimpleNamespace(distribution="theirs", version="3.1")] * 2)
+    config = SimpleNamespace(
+        run=SimpleNamespace(output_dir=str(tmp_path)), to_toml=lambda: "[run]\n", registry=installed
+    )
     run = SimpleNamespace(config=config, model=model, optimizer=optimizer, scheduler=scheduler)
-    checkpointer = build_dcp(DcpConfig(), run)
+    checkpointer = build_dcp(DcpConfig(background=background), run)
     assert checkpointer.load(run) is None
     path = checkpointer.save(run, 1, {"x": 2})
+    checkpointer.run_end(status=0)
+    assert json.loads((path / "meta.json").read_text())["plugins"] == ["theirs 3.1"]
     assert path == tmp_path / "checkpoints" / "step-00000001"
     assert (path / "config.toml").read_text() == "[run]\n"
     assert checkpointer.load(run) == {"x": 2, "step": 1}

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt_layout._background import BackgroundSaves as BackgroundSaves
     from ckpt_layout._blocks import Block as Block
     from ckpt_layout._blocks import hf_blocks as hf_blocks
     from ckpt_layout._checkpoint import load_checkpoint as load_checkpoint
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ckpt_layout._replicated import assert_replicated as assert_replicated
 
 _HOME = {
+    "BackgroundSaves": "ckpt_layout._background",
     "Block": "ckpt_layout._blocks",
     "Family": "ckpt_layout._families",
     "LayoutError": "ckpt_layout._errors",

@@ -1,8 +1,8 @@
 """`save_checkpoint` and `load_checkpoint`: training state that can go on under another layout.
 
-<directory>/latest                 the name of the newest complete step
+<directory>/latest                 the name of the newest complete one
 <directory>/step-00000010/         torch.distributed.checkpoint's files: model/..., optimizer/...
-    meta.json                      step, number of ranks, the caller's state
+    meta.json                      step, number of ranks, plugins, the caller's state
     host.pt                        optimizer settings and scheduler
     rng-00000.pt                   each rank's generators
     config.toml                    the run's config, if given
@@ -10,15 +10,16 @@
 
 import io
 import json
-import os
-import shutil
+import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -29,9 +30,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from ckpt_layout._background import BackgroundSaves, host_copies
 from ckpt_layout._errors import LayoutError
 from ckpt_layout._hf_folder import some
-from ckpt_layout._latest import STEP_FOLDER, latest_step, listed
+from ckpt_layout._latest import folder_of, latest_folder
 from ckpt_layout._model_tensors import model_tensors, without_ties
 from ckpt_layout._optimizer_state import (
     PREFIX,
@@ -41,6 +43,7 @@ from ckpt_layout._optimizer_state import (
     restore_optimizer,
     room_for_state,
 )
+from ckpt_layout._publish import free_name, fresh_folder, publish, remove_others, write_durably
 from ckpt_layout._ranges import runs_length
 from ckpt_layout._region import region_of
 from ckpt_layout._replicated import assert_replicated
@@ -49,6 +52,19 @@ from ckpt_layout._together import gathered, together, world
 
 _MODEL = "model/"
 _FORMAT = 1
+
+_log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class _Content:
+    """All that this rank puts into a checkpoint, taken at one moment."""
+
+    tensors: Mapping[str, Tensor]
+    host: bytes
+    meta: bytes
+    rng: bytes
+    config_toml: str | None
 
 
 def save_checkpoint(
@@ -60,7 +76,9 @@ def save_checkpoint(
     scheduler: Any = None,
     state: Mapping[str, Any] | None = None,
     config_toml: str | None = None,
+    plugins: Sequence[str] = (),
     keep_last: int | None = None,
+    background: BackgroundSaves | None = None,
 ) -> Path:
     """Store the training state after `step` steps; returns its folder. All ranks must call and share the disk.
 
@@ -71,45 +89,64 @@ def save_checkpoint(
     Args:
         state: what JSON can hold, the same on all ranks.
         config_toml: stored beside the checkpoint as config.toml.
+        plugins: what is installed, as words such as "moe-core 0.1.0"; a load that is given others warns.
         keep_last: how many of the checkpoints written last stay, at least 1; None: all.
+        background: None: return when all is written. Else return as soon as everything is copied to the host,
+            so that training may go on; the folder is there when `background.wait()` returns.
 
     Raises:
         LayoutError: a ValueError: a setting out of range, state that cannot be stored, ranks whose optimizers
             hold state for different parameters.
         ReplicaMismatchError: what ranks have copies of differs between them.
-        PeerError: another rank failed.
+        PeerError: another rank failed. With `background`, also what failed in the save before.
     """
     directory = Path(directory)
-    final = directory / f"step-{step:08d}"
-    partial = directory / f".{final.name}.partial"
-    with together("preparing the checkpoint"):
+    if background is not None:
+        background.wait()
+    group = None if background is None else background.group
+    with together("preparing the checkpoint", group):
         _check_arguments(step, keep_last)
-        tensors, names = _tensors_to_save(model, optimizer)
-        host = _host_bytes(optimizer, scheduler, names)
-        meta = _meta_text(step, state)
-        device_type = _device_type(tensors)
-        if world()[0] == 0:
-            _fresh_folder(partial)
-    _same_keys_everywhere(tensors)
+        content = _content(model, optimizer, scheduler, _meta(step, state, plugins), config_toml)
+        final = free_name(directory, step)
+        partial = directory / f".{final.name}.partial"
+    # what rank 0 sees counts: it publishes
+    final, partial = gathered((final, partial), group)[0]
+    _same_keys_everywhere(content.tensors)
     assert_replicated(model)
+    with together("making the folder", group):
+        if world()[0] == 0:
+            fresh_folder(partial)
+    if background is None:
+        _write(content, partial, final, keep_last, None)
+    else:
+        with together("copying the state", group):
+            content = attrs.evolve(content, tensors=host_copies(content.tensors))
+        background.start(lambda: _write(content, partial, final, keep_last, group))
+    return final
+
+
+def _write(
+    content: _Content, partial: Path, final: Path, keep_last: int | None, group: dist.ProcessGroup | None
+) -> None:
+    """Everything after the copy; its collectives are on `group`."""
     with _no_dist_is_meant():
         dcp_save(
-            {key: tensor.detach() for key, tensor in tensors.items()},
+            {key: tensor.detach() for key, tensor in content.tensors.items()},
             storage_writer=FileSystemWriter(partial),
+            process_group=group,
             no_dist=world()[1] == 1,
         )
-    with together("writing the checkpoint"):
-        torch.save(capture_rng(device_type), partial / _rng_name(world()[0]))
+    with together("writing the checkpoint", group):
+        write_durably(partial / _rng_name(world()[0]), content.rng)
         if world()[0] == 0:
-            (partial / "host.pt").write_bytes(host)
-            (partial / "meta.json").write_text(meta, encoding="utf-8")
-            if config_toml is not None:
-                (partial / "config.toml").write_text(config_toml, encoding="utf-8")
-    with together("publishing the checkpoint"):
+            write_durably(partial / "host.pt", content.host)
+            write_durably(partial / "meta.json", content.meta)
+            if content.config_toml is not None:
+                write_durably(partial / "config.toml", content.config_toml.encode())
+    with together("publishing the checkpoint", group):
         if world()[0] == 0:
-            _publish(partial, final)
-            _prune(directory, final, keep_last)
-    return final
+            publish(partial, final)
+            remove_others(final, keep_last)
 
 
 def load_checkpoint(
@@ -119,6 +156,7 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     scheduler: Any = None,
     step: int | None = None,
+    plugins: Sequence[str] = (),
 ) -> dict[str, Any] | None:
     """Restore in place what `save_checkpoint` stored, under this run's layout. All ranks must call.
 
@@ -130,6 +168,7 @@ def load_checkpoint(
         directory: what `save_checkpoint` was given.
         optimizer, scheduler: None: theirs is not loaded.
         step: None: the newest complete one.
+        plugins: what is installed here; a difference to what was saved is logged as a warning.
 
     Returns:
         the `state` that was saved, with `step`; None if there is no checkpoint and `step` is None.
@@ -147,6 +186,7 @@ def load_checkpoint(
     reader = FileSystemReader(folder)
     with together("reading the checkpoint"):
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        _warn_of_other_plugins(folder, meta, plugins)
         host = torch.load(folder / "host.pt", map_location="cpu", weights_only=True)
         tensors = without_ties(model_tensors(model))
         names = _names_by_id(tensors)
@@ -187,6 +227,16 @@ def _check_arguments(step: int, keep_last: int | None) -> None:
         raise LayoutError(f"step = {step}: must be at least 0")
     if keep_last is not None and keep_last < 1:
         raise LayoutError(f"keep_last = {keep_last}: must be at least 1, or None to keep all")
+
+
+def _content(
+    model: nn.Module, optimizer: Optimizer | None, scheduler: Any, meta: bytes, config_toml: str | None
+) -> _Content:
+    tensors, names = _tensors_to_save(model, optimizer)
+    host = _host_bytes(optimizer, scheduler, names)
+    rng = io.BytesIO()
+    torch.save(capture_rng(_device_type(tensors)), rng)
+    return _Content(tensors, host, meta, rng.getvalue(), config_toml)
 
 
 def _tensors_to_save(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[int, str]]:
@@ -238,12 +288,23 @@ def _host_bytes(optimizer: Optimizer | None, scheduler: Any, names: Mapping[int,
     return buffer.getvalue()
 
 
-def _meta_text(step: int, state: Mapping[str, Any] | None) -> str:
+def _meta(step: int, state: Mapping[str, Any] | None, plugins: Sequence[str]) -> bytes:
     meta = {"format": _FORMAT, "step": step, "world_size": world()[1], "torch": torch.__version__}
     try:
-        return json.dumps({**meta, "state": dict(state or {})}, indent=2) + "\n"
+        return (json.dumps({**meta, "plugins": list(plugins), "state": dict(state or {})}, indent=2) + "\n").encode()
     except (TypeError, ValueError) as error:
         raise LayoutError(f"state must be what JSON can hold: {error}") from error
+
+
+def _warn_of_other_plugins(folder: Path, meta: Mapping[str, Any], plugins: Sequence[str]) -> None:
+    saved, here = set(meta.get("plugins", ())), set(plugins)
+    if saved and here and saved != here and world()[0] == 0:
+        _log.warning(
+            "%s: was saved with other plugins; only then: %s; only here: %s",
+            folder,
+            some(saved - here),
+            some(here - saved),
+        )
 
 
 def _device_type(tensors: Mapping[str, Tensor]) -> str:
@@ -272,54 +333,11 @@ def _no_dist_is_meant() -> Iterator[None]:
         yield
 
 
-# -- folders -----------------------------------------------------------------------------------------------
-
-
-def _fresh_folder(partial: Path) -> None:
-    if partial.exists():  # of a save that did not finish
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-
-
-def _publish(partial: Path, final: Path) -> None:
-    """Rename, then point `latest` at it; each is one atomic step."""
-    old = final.with_name(f".{final.name}.old")
-    if final.exists():
-        final.replace(old)
-    partial.replace(final)
-    pointer = final.with_name(".latest.partial")
-    pointer.write_text(final.name + "\n", encoding="utf-8")
-    os.replace(pointer, final.with_name("latest"))
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _prune(directory: Path, newest: Path, keep_last: int | None) -> None:
-    if keep_last is None:
-        return
-    others = [folder for folder in _steps(directory) if folder != newest]
-    others.sort(key=lambda folder: (folder / "meta.json").stat().st_mtime_ns)
-    for folder in others[: max(0, len(others) - (keep_last - 1))]:
-        gone = folder.with_name(f".{folder.name}.old")
-        folder.replace(gone)
-        shutil.rmtree(gone, ignore_errors=True)
-
-
-def _steps(directory: Path) -> list[Path]:
-    return [p for p in directory.iterdir() if STEP_FOLDER.fullmatch(p.name) and (p / "meta.json").is_file()]
+# -- loading -----------------------------------------------------------------------------------------------
 
 
 def _find(directory: Path, step: int | None) -> Path | None:
-    if step is None:
-        step = latest_step(directory)
-        if step is None:
-            return None
-    folder = directory / f"step-{step:08d}"
-    if not (folder / "meta.json").is_file():
-        raise LayoutError(f"{directory}: has no checkpoint of step {step}; there are: {listed(directory)}")
-    return folder
-
-
-# -- loading -----------------------------------------------------------------------------------------------
+    return latest_folder(directory) if step is None else folder_of(directory, step)
 
 
 def _room(tensors: Mapping[str, Tensor], stored: Metadata) -> dict[str, Tensor]:

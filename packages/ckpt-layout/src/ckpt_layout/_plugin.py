@@ -9,6 +9,7 @@ import attrs
 from moe_core.plugins import Component, hookimpl
 
 if TYPE_CHECKING:
+    from ckpt_layout._background import BackgroundSaves
     from ckpt_layout._families import Family
     from moe_core.plugins import Run
 
@@ -26,14 +27,17 @@ class DcpConfig:
     """Where they lie; unset: the folder `checkpoints` in the run's output directory."""
     keep_last: int | None = attrs.field(default=None, validator=attrs.validators.optional(_at_least_one))
     """How many of the checkpoints written last are kept; unset: all."""
+    background: bool = False
+    """Whether training goes on while a checkpoint, copied to the host, is written."""
 
 
-@attrs.frozen
+@attrs.define
 class DcpCheckpointer:
     """Saves and restores a run; see `save_checkpoint` and `load_checkpoint`."""
 
     directory: Path
     keep_last: int | None = None
+    background: "BackgroundSaves | None" = None
 
     def save(self, run: "Run", step: int, state: Mapping[str, Any]) -> Path:
         from ckpt_layout._checkpoint import save_checkpoint
@@ -46,7 +50,9 @@ class DcpCheckpointer:
             scheduler=run.scheduler,
             state=state,
             config_toml=run.config.to_toml(),
+            plugins=_plugins(run),
             keep_last=self.keep_last,
+            background=self.background,
         )
 
     def latest_step(self) -> int | None:
@@ -57,14 +63,35 @@ class DcpCheckpointer:
     def load(self, run: "Run", step: int | None = None) -> Mapping[str, Any] | None:
         from ckpt_layout._checkpoint import load_checkpoint
 
+        if self.background is not None:
+            self.background.wait()
         return load_checkpoint(
-            self.directory, model=run.model, optimizer=run.optimizer, scheduler=run.scheduler, step=step
+            self.directory,
+            model=run.model,
+            optimizer=run.optimizer,
+            scheduler=run.scheduler,
+            step=step,
+            plugins=_plugins(run),
         )
+
+    def run_end(self, **_: Any) -> None:
+        """The trainer's last event: the save in flight is completed."""
+        if self.background is not None:
+            self.background.close()
 
 
 def build_dcp(config: DcpConfig, run: "Run") -> DcpCheckpointer:
     directory = Path(config.directory or Path(run.config.run.output_dir) / "checkpoints")
-    return DcpCheckpointer(directory, config.keep_last)
+    background = None
+    if config.background:
+        from ckpt_layout._background import BackgroundSaves
+
+        background = BackgroundSaves()
+    return DcpCheckpointer(directory, config.keep_last, background)
+
+
+def _plugins(run: "Run") -> list[str]:
+    return sorted({f"{entry.distribution} {entry.version}" for entry in run.config.registry.entries})
 
 
 @attrs.frozen

@@ -27,7 +27,7 @@ def gathered(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
+def together(what: str, group: ProcessGroup | None = None) -> Iterator[None]:
     """Leave the block on all ranks or raise on all: the own error where there is one, `PeerError` elsewhere.
 
     The block must hold no collective, for a rank that failed does not take part in the next one.
@@ -37,7 +37,7 @@ def together(what: str) -> Iterator[None]:
         yield
     except Exception as caught:  # raised again below, once the peers know of it
         error = caught
-    reports = gathered(None if error is None else f"{type(error).__name__}: {error}")
+    reports = gathered(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     failed = [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]
