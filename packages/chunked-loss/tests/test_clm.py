@@ -74,6 +74,22 @@ def test_chunked_and_full_give_the_same_sum_and_gradients(options, bias, sequenc
     assert chunked.tokens.dtype == torch.int64
 
 
+@pytest.mark.parametrize("sequences", [3, 1])
+@pytest.mark.parametrize("num_chunks", [1, 4, 7, 100])
+def test_the_number_of_chunks_need_not_divide_the_tokens(num_chunks, sequences):
+    model, data = made().double(), batch(sequences=sequences)  # 15 or 5 tokens
+    want = CLMCrossEntropyLoss()(model, data).sum
+    got = ChunkedCLMCrossEntropyLoss(num_chunks=num_chunks)(model, data).sum
+    torch.testing.assert_close(got, want)
+
+
+def test_the_full_loss_tells_its_parts_apart():
+    model, data = made().double(), batch()
+    full, chunked = (kind(z_loss=0.1)(model, data) for kind in (CLMCrossEntropyLoss, ChunkedCLMCrossEntropyLoss))
+    for name in ("cross_entropy", "z_loss"):
+        torch.testing.assert_close(full.parts[name], chunked.parts[name])
+
+
 def test_parts_are_sums_over_the_same_tokens():
     model, data = made().double(), batch()
     out = ChunkedCLMCrossEntropyLoss(chunk_tokens=4, z_loss=0.1)(model, data)
@@ -321,6 +337,133 @@ def test_a_head_inside_an_outer_unit_is_refused():
 
     for message in run_ranks(outer, 2):
         assert "make the head a unit of its own" in message
+
+
+def test_a_kept_head_is_gathered_and_reduced_once_a_step_and_sees_every_step_s_weights():
+    def steps(keep):
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.tensor import DTensor
+
+        from moe_core.testing import count_collectives
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model = made()
+        for part in (model.lm_head, model):
+            fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        loss = ChunkedCLMCrossEntropyLoss(chunk_tokens=3, keep_head_unsharded=keep)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        counts, sharded, values = [], [], []
+        for step in range(2):
+            for index in range(3):
+                model.set_requires_gradient_sync(index == 2)
+                with count_collectives() as collectives:
+                    out = loss(model, batch(seed=10 * step + 2 * index + dist.get_rank()))
+                    sharded.append(isinstance(model.lm_head.weight, DTensor))
+                    out.sum.backward()
+                    sharded.append(isinstance(model.lm_head.weight, DTensor))
+                counts.append(kinds(collectives.calls))
+                values.append(float(out.sum.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            values.append(float(loss(model, batch(seed=99)).sum))
+        sharded.append(isinstance(model.lm_head.weight, DTensor))
+        model.reshard()  # the root keeps what it gathered in evaluation
+        whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        return counts, sharded, values, whole
+
+    every_microbatch, kept = run_ranks(steps, 2, False), run_ranks(steps, 2, True)
+    for (counts, sharded, values, whole), (want_counts, want_sharded, want, want_whole) in zip(
+        kept, every_microbatch, strict=True
+    ):
+        assert want_sharded == [True] * 13
+        assert sharded == [False, False, False, False, False, True] * 2 + [True]
+        # two gathers fewer a step, and as many reductions
+        assert sum(gathers for gathers, _ in want_counts) - sum(gathers for gathers, _ in counts) == 4
+        assert [scatters for _, scatters in counts] == [scatters for _, scatters in want_counts] == [0, 0, 2] * 2
+        assert values == want
+        torch.testing.assert_close(whole, want_whole, rtol=0, atol=0)
+
+
+def test_nothing_of_the_head_is_left_changed_by_an_exception_anywhere():
+    def attempts(keep):
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model = made()
+        fully_shard(model.lm_head, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        (group,) = model.lm_head._get_fsdp_state()._fsdp_param_groups
+        loss = ChunkedCLMCrossEntropyLoss(chunk_tokens=4, keep_head_unsharded=keep)
+        data = batch()
+
+        def state():
+            flags = (group.unshard_in_backward, group.reshard_after_backward, group.post_forward_mesh_info is None)
+            return flags, isinstance(model.lm_head.weight, DTensor), "forward" in vars(model.lm_head)
+
+        def fails(*_):
+            raise KeyError("on purpose")
+
+        loss(model, data).sum.backward()
+        states = [state()]
+        failing = {
+            "forward of the model": lambda: loss(model, Batch(data.tokens[0, 0], data.labels)).sum,
+            "forward of the head": lambda: loss(model, Batch(data.tokens, data.labels[:, :-1])).sum,
+            "core": lambda: ChunkedCLMCrossEntropyLoss(keep_head_unsharded=keep, core=fails)(model, data).sum,
+        }
+        messages = []
+        for name, attempt in failing.items():
+            try:
+                attempt()
+            except (KeyError, ValueError, IndexError):
+                messages.append(name)
+            states.append(state())
+        total = loss(model, data).sum
+        total.grad_fn.register_prehook(fails)
+        try:
+            total.backward()
+        except KeyError:
+            messages.append("backward")
+        flags_after_backward = state()[0]
+        return states, messages, flags_after_backward
+
+    for keep in (False, True):
+        for states, messages, after_backward in run_ranks(attempts, 2, keep):
+            assert messages[-3:] == ["forward of the head", "core", "backward"]
+            assert set(states) == {((True, True, False), True, False)}
+            assert after_backward[0] is True
+            assert keep or after_backward == (True, True, False)
+
+
+def test_a_recomputing_loss_gathers_the_head_again():
+    def step():
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        from moe_core.testing import count_collectives
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model = made()
+        fully_shard(model.lm_head, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        results = []
+        for recompute in (True, False):
+            out = ChunkedCLMCrossEntropyLoss(chunk_tokens=3, recompute=recompute)(model, batch())
+            with count_collectives() as backward:
+                out.sum.backward()
+            results.append((kinds(backward.calls), {n: p.grad.full_tensor() for n, p in model.named_parameters()}))
+            model.zero_grad()
+        return results
+
+    for (counts, recomputed), (plain_counts, plain) in run_ranks(step, 2):
+        assert (counts, plain_counts) == ((1, 2), (0, 2))
+        torch.testing.assert_close(recomputed, plain, rtol=1e-5, atol=1e-7)
 
 
 def test_after_the_loss_the_model_trains_in_the_ordinary_way():

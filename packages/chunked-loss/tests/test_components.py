@@ -47,7 +47,17 @@ def test_a_compiled_loss_names_what_it_lacks():
         selected("compiled").build(SimpleNamespace())
 
 
-@pytest.mark.parametrize("fields", [{"chunk_tokens": 0}, {"z_loss": -1.0}, {"label_smoothing": 2.0}, {"softcap": 0.0}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chunk_tokens": 0},
+        {"num_chunks": 0},
+        {"vocab_size": 0},
+        {"z_loss": -1.0},
+        {"label_smoothing": 2.0},
+        {"softcap": 0.0},
+    ],
+)
 def test_settings_out_of_range_are_refused(fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         selected("chunked_clm_cross_entropy", **fields)

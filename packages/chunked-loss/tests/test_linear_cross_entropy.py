@@ -217,6 +217,32 @@ def test_mixed_dtypes_are_taken_as_they_are():
     torch.testing.assert_close(d_weight.double(), want[1][1], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_padded_rows_of_the_vocabulary_are_in_nothing(name, recompute):
+    hidden, weight, labels = inputs()
+    options = OPTIONS[name]
+    want, want_grads = grads(reference, hidden, weight, labels, 3.0, **options)
+    padded = dict(options, vocab_size=V, recompute=recompute, chunk_tokens=5)
+    for key in ("bias", "class_weight"):
+        if key in options:
+            padded[key] = torch.cat([options[key], torch.full((3,), math.nan, dtype=torch.float64)])
+    padding = torch.full((3, D), math.nan, dtype=torch.float64)
+    got, got_grads = grads(linear_cross_entropy, hidden, torch.cat([weight, padding]), labels, 3.0, **padded)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got_grads[0], want_grads[0])
+    for mine, exact in zip(got_grads[1:], want_grads[1:], strict=True):
+        torch.testing.assert_close(mine[:V], exact)
+        assert (mine[V:] == 0).all()
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 13, 50])
+def test_the_number_of_chunks_can_be_given_instead(num_chunks):
+    hidden, weight, labels = inputs()
+    want = grads(reference, hidden, weight, labels, 1.0)
+    torch.testing.assert_close(grads(linear_cross_entropy, hidden, weight, labels, 1.0, num_chunks=num_chunks), want)
+
+
 def test_statistics_come_from_the_same_pass():
     hidden, weight, labels = inputs()
     loss, stats = linear_cross_entropy(
@@ -269,6 +295,9 @@ def test_any_shape(tokens, vocabulary, chunk, seed, smoothing, z_loss, ignored):
     [
         ({"reduction": "avg"}, "reduction = 'avg'"),
         ({"chunk_tokens": 0}, "chunk_tokens = 0: must be at least 1"),
+        ({"num_chunks": 0}, "num_chunks = 0: must be at least 1"),
+        ({"vocab_size": V + 1}, "vocab_size = 30: must be between 1 and the rows of weight, 29"),
+        ({"accumulate_dtype": torch.bfloat16}, "accumulate_dtype = torch.bfloat16"),
         ({"label_smoothing": 1.5}, "label_smoothing = 1.5"),
         ({"softcap": 0.0}, "softcap = 0.0"),
         ({"denominator": 2.0, "reduction": "sum"}, 'only "mean" divides'),
