@@ -92,6 +92,8 @@ def test_nor_does_the_loss_of_a_model_in_training_or_evaluation(training):
 
 # dynamo hides this warning of its own look at a tensor, which cannot work where warnings are errors
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# and it makes an autograd function's instance itself, which torch has deprecated
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("what", ["core", "everything"])
 def test_nor_does_a_compiled_graph_hold_one(what):
     from torch._dynamo.backends.common import aot_autograd
@@ -115,15 +117,14 @@ def test_nor_does_a_compiled_graph_hold_one(what):
         def function(hidden, weight):
             return linear_cross_entropy(hidden, weight, labels, chunk_tokens=CHUNK)
 
-        with Sizes() as sizes:  # what runs outside of graphs, if anything does
-            got = torch.autograd.grad(torch.compile(function, backend=backend)(hidden, weight), (hidden, weight))
+        got = torch.autograd.grad(torch.compile(function, backend=backend)(hidden, weight), (hidden, weight))
         torch.testing.assert_close(got, want)
     else:
         model, tokens = Model(), torch.randint(0, V, (4, T // 4))
         loss = compiled(ChunkedCLMCrossEntropyLoss(chunk_tokens=CHUNK), backend=backend)
-        with Sizes() as sizes:
-            loss(model, Batch(tokens, tokens)).sum.backward()
-    assert max(largest[0], sizes.largest) == CHUNK * V
+        loss(model, Batch(tokens, tokens)).sum.backward()
+    assert graphs
+    assert largest[0] == CHUNK * V
     torch._dynamo.reset()
 
 
