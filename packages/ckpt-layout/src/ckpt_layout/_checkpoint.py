@@ -11,9 +11,7 @@
 import io
 import json
 import logging
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from ckpt_layout._background import BackgroundSaves, host_copies
+from ckpt_layout._dcp_errors import dcp_errors
 from ckpt_layout._errors import LayoutError
 from ckpt_layout._hf_folder import some
 from ckpt_layout._latest import folder_of, latest_folder
@@ -129,7 +128,7 @@ def _write(
     content: _Content, partial: Path, final: Path, keep_last: int | None, group: dist.ProcessGroup | None
 ) -> None:
     """Everything after the copy; its collectives are on `group`."""
-    with _no_dist_is_meant():
+    with dcp_errors("writing the checkpoint"):
         dcp_save(
             {key: tensor.detach() for key, tensor in content.tensors.items()},
             storage_writer=FileSystemWriter(partial),
@@ -201,7 +200,7 @@ def load_checkpoint(
         if scheduler is not None and host["scheduler"] is None:
             raise LayoutError(f"{folder}: holds no scheduler; load with scheduler=None, or save with one")
         _refuse_what_dcp_mislabels(room)
-    with _no_dist_is_meant():
+    with dcp_errors(f"reading {folder}"):
         dcp_load(
             {key: tensor.detach() for key, tensor in room.items()},
             storage_reader=reader,
@@ -323,14 +322,6 @@ def _same_keys_everywhere(tensors: Mapping[str, Tensor]) -> None:
 
 def _rng_name(rank: int) -> str:
     return f"rng-{rank:05d}.pt"
-
-
-@contextmanager
-def _no_dist_is_meant() -> Iterator[None]:
-    """torch warns of a save without process group even where that is asked for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
 
 
 # -- loading -----------------------------------------------------------------------------------------------

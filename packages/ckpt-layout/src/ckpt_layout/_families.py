@@ -58,6 +58,8 @@ class Family:
     """(native, disk): whole dotted parts of a name that are called differently, replaced one pair after the
     other wherever they stand; "^" at the start of the first binds it to the start of the name. What is before a
     rule's match is renamed too."""
+    aliases: Renames = ()
+    """Renames like these, for models that call their own tensors differently; never undone."""
     also: Renames = ()
     """Further renames of the names on disk, that other writers of this family made; tried for reading only."""
     keep_fp32: tuple[str, ...] = ()
@@ -72,6 +74,19 @@ def renamed(name: str, renames: Renames) -> str:
         start, old = ("^()", old[1:]) if old.startswith("^") else (r"(^|\.)", old)
         name = re.sub(rf"{start}{re.escape(old)}(?=\.|$)", rf"\g<1>{replacement}", name).removeprefix(".")
     return name
+
+
+def on_disk(name: str, family: Family) -> str:
+    """The name on disk of a native tensor that no rule matches."""
+    return renamed(name, (*family.renames, *family.aliases))
+
+
+def native(key: str, family: Family) -> str:
+    """The name that `on_disk` made `key` of; of several, the one without aliases."""
+    for old, replacement in reversed(family.renames):
+        anchor = "^" if old.startswith("^") else ""
+        key = renamed(key, ((anchor + replacement, old.removeprefix("^")),))
+    return key
 
 
 def _experts(native: str, disk: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -107,11 +122,11 @@ _ROWS = (
             Rule("mixer.experts.down_proj", "mixer.experts.{e}.down_proj.weight"),
         ),
         renames=(
-            ("^model", "backbone"),
-            ("mixer.ssm", "mixer"),
+            *((f"mixer.ssm.{name}", f"mixer.{name}") for name in ("A_log", "D", "dt_bias")),
             ("mixer.router.bias", "mixer.gate.e_score_correction_bias"),
-            ("mixer.router", "mixer.gate"),
+            ("mixer.router.weight", "mixer.gate.weight"),
         ),
+        aliases=(("^model", "backbone"),),
         keep_fp32=(
             "ssm.A_log", "ssm.D", "ssm.dt_bias", "router.weight", "router.bias",
             "mixer.A_log", "mixer.D", "mixer.dt_bias", "mixer.gate.weight", "mixer.gate.e_score_correction_bias",
@@ -170,8 +185,9 @@ _ROWS = (
             ("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm"),
             ("compressor.indexer.scorer.weights_proj", "indexer.weights_proj"),
             ("compressor.indexer.q_b_proj", "indexer.wq_b"), ("compressor.indexer", "indexer.compressor"),
-            ("sinks", "attn_sink"), ("kv_norm", "norm"), ("position_bias", "ape"), ("q_a_proj", "wq_a"),
-            ("q_b_proj", "wq_b"), ("kv_proj", "wkv"), ("gate_proj", "wgate"), ("o_a_proj", "wo_a"),
+            ("sinks", "attn_sink"), ("self_attn.kv_norm", "self_attn.norm"), ("compressor.kv_norm", "compressor.norm"),
+            ("position_bias", "ape"), ("q_a_proj", "wq_a"),
+            ("self_attn.q_b_proj", "self_attn.wq_b"), ("kv_proj", "wkv"), ("gate_proj", "wgate"), ("o_a_proj", "wo_a"),
             ("o_b_proj", "wo_b"), ("q_a_norm", "q_norm"), ("gate.e_score_correction_bias", "gate.bias"),
             ("self_attn", "attn"), ("mlp", "ffn"),
         ),

@@ -37,6 +37,10 @@ class HfFolder:
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._slice(key).get_shape())
 
+    def dtype(self, key: str) -> str:
+        """As the file names it: "F32", "BF16", ..."""
+        return str(self._slice(key).get_dtype())
+
     def read(self, key: str, block: tuple[slice, ...]) -> Tensor:
         """The part `block` of a tensor, in its dtype on disk, on the CPU."""
         try:

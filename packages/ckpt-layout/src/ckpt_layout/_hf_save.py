@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -74,7 +74,7 @@ def save_hf(
         content = dict(config) if config is not None else _config_of(model)
         row = resolve_family(family, content.get("model_type"), "the model's config")
         items = _items(model, row, dtype, stacked)
-        plans = _file_plans(items, _bytes(max_shard_size))
+        plans = file_plans(items, bytes_of(max_shard_size))
     assert_replicated(model)
     with together("creating the files"):
         if world()[0] == 0:
@@ -100,20 +100,21 @@ def _items(model: nn.Module, family: Family, dtype: torch.dtype | None, stacked:
         _Item(
             tensor,
             layouts(family, name, tensor.shape, stacked=stacked)[0],
-            _stored_dtype(name, tensor, family, dtype),
+            stored_dtype(name, tensor.dtype, family, dtype),
         )
         for name, tensor in without_ties(model_tensors(model)).items()
     ]
 
 
-def _stored_dtype(name: str, tensor: Tensor, family: Family, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None or not tensor.is_floating_point():
-        return tensor.dtype
-    kept = tensor.dtype == torch.float32 and any(f".{name}".endswith(f".{end}") for end in family.keep_fp32)
-    return tensor.dtype if kept else dtype
+def stored_dtype(name: str, own: torch.dtype, family: Family, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype in the files of the native tensor `name`, which has the dtype `own`."""
+    if wanted is None or not own.is_floating_point:
+        return own
+    kept = own == torch.float32 and any(f".{name}".endswith(f".{end}") for end in family.keep_fp32)
+    return own if kept else wanted
 
 
-def _bytes(size: int | str) -> int:
+def bytes_of(size: int | str) -> int:
     found = re.fullmatch(r"(\d+)\s*([KMGT]?I?B)?", str(size).strip().upper())
     count = int(found[1]) * _UNITS.get(found[2] or "B", 0) if found else 0
     if count < 1:
@@ -121,7 +122,16 @@ def _bytes(size: int | str) -> int:
     return count
 
 
-def _file_plans(items: Sequence[_Item], limit: int) -> list[FilePlan]:
+class Planned(Protocol):
+    """The tensors on disk that one native tensor becomes."""
+
+    @property
+    def pieces(self) -> list[Piece]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def file_plans(items: Sequence[Planned], limit: int) -> list[FilePlan]:
     """Fill files in the model's order, as long as the next tensor fits."""
     files: list[list[Entry]] = [[]]
     filled = 0
@@ -153,6 +163,11 @@ def _create(partial: Path, plans: Sequence[FilePlan], config: Mapping[str, Any])
     partial.mkdir(parents=True)
     for plan in plans:
         create(partial, plan)
+    write_index(partial, plans, config)
+
+
+def write_index(partial: Path, plans: Sequence[FilePlan], config: Mapping[str, Any]) -> None:
+    """What lies beside the files: the index, if there are several, and config.json."""
     if len(plans) > 1:
         total = sum(entry.bytes for plan in plans for entry in plan.entries)
         home = {entry.key: plan.name for plan in plans for entry in plan.entries}

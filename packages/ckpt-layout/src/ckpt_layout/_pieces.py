@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ckpt_layout._errors import LayoutError
-from ckpt_layout._families import Family, Rule, renamed
+from ckpt_layout._families import Family, Rule, on_disk, renamed
 from ckpt_layout._ranges import positions
 from ckpt_layout._region import Region
 
@@ -97,9 +97,9 @@ def layouts(family: Family, name: str, shape: Sequence[int], *, stacked: bool = 
     Args:
         stacked: put the ways without a file tensor for each expert first.
     """
-    ways = [_pieces(rule, renamed(prefix, family.renames), shape) for rule, prefix in _matches(family, name)]
+    ways = [_pieces(rule, on_disk(prefix, family), shape) for rule, prefix in _matches(family, name)]
     whole = tuple(range(size) for size in shape)
-    names = dict.fromkeys([renamed(name, family.renames), name])
+    names = dict.fromkeys([on_disk(name, family), name])
     ways += [[Piece(key, whole)] for key in names]
     if stacked:
         ways.sort(key=lambda way: any(piece.is_expert for piece in way))

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from ckpt_layout._errors import LayoutError
 from ckpt_layout._replicated import raw_bytes
 
 _NAMES = {
@@ -95,3 +96,15 @@ def _write_all(file: FileIO, offset: int, data: memoryview) -> None:
     while data:
         written = os.pwrite(file.fileno(), data, offset)
         data, offset = data[written:], offset + written
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that a file calls `name`.
+
+    Raises:
+        LayoutError: none that can be written here.
+    """
+    for dtype, theirs in _NAMES.items():
+        if theirs == name:
+            return dtype
+    raise LayoutError(f"a tensor of dtype {name}: only {', '.join(_NAMES.values())} are converted")
