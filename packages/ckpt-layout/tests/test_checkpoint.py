@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from ckpt_layout import load_checkpoint, save_checkpoint
@@ -29,28 +31,38 @@ class Model(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=g))
 
 
+PLAIN, FSDP2, FSDP4, HSDP = (1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1)
+LAYOUTS = {1: [PLAIN], 2: [FSDP2, (1, 1, 2)], 4: [FSDP4, (1, 2, 2), (1, 1, 4), HSDP, (2, 1, 2)]}
+"""By number of ranks: (replicas, FSDP shards of the experts, expert-parallel degree)."""
+
+
 def sharded(layout, experts=E):
-    """The same model: "plain", "fsdp" over all ranks, "ep" (2) carved out of FSDP, "hsdp"."""
+    """The same model: experts over the ep axis, then FSDP on the other two; everything else FSDP over all."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Shard
 
-    model, ranks = Model(experts), dist.get_world_size()
-    if layout == "plain":
+    model, (replicas, shards, ep) = Model(experts), layout
+    if layout == PLAIN:
         return model
-    if layout == "hsdp":
-        return fully_shard(model, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("r", "s")))
-    if layout == "fsdp":
-        return fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
-    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp_shard_mod_ep", "ep"))
-    for name, p in list(model.experts.named_parameters()):
-        local = p.detach().chunk(2)[mesh.get_local_rank("ep")].clone()
-        stack = DTensor.from_local(local, mesh["ep"], (Shard(0),), shape=p.shape, stride=p.stride())
-        model.experts.register_parameter(name, nn.Parameter(stack))
-    if ranks > 2:
-        fully_shard(model.experts, mesh=mesh["dp_shard_mod_ep"])
-    return fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)), ignored_params=set(model.experts.parameters()))
+    assert dist.get_world_size() == replicas * shards * ep
+    mesh = init_device_mesh("cpu", layout, mesh_dim_names=("replicate", "shard", "ep"))
+    if ep > 1:
+        for name, p in list(model.experts.named_parameters()):
+            chunks = [*p.detach().chunk(ep), *[p.detach()[:0]] * ep]  # as torch.chunk, empty ones after
+            local = chunks[mesh.get_local_rank("ep")].clone()
+            stack = DTensor.from_local(local, mesh["ep"], (Shard(0),), shape=p.shape, stride=p.stride())
+            model.experts.register_parameter(name, nn.Parameter(stack))
+        if replicas > 1:
+            fully_shard(model.experts, mesh=mesh["replicate", "shard"])
+        elif shards > 1:
+            fully_shard(model.experts, mesh=mesh["shard"])
+    if replicas > 1:
+        flat = init_device_mesh("cpu", (replicas, shards * ep), mesh_dim_names=("replicate", "all"))
+    else:
+        flat = init_device_mesh("cpu", (shards * ep,))
+    return fully_shard(model, mesh=flat, ignored_params=set(model.experts.parameters()) if ep > 1 else set())
 
 
 def gradient_of(name, shape, step):
@@ -108,30 +120,41 @@ def full_state(model, optimizer):
     return state, [group["lr"] for group in optimizer.param_groups]
 
 
-def save_run(layout, directory, experts=E):
-    model = sharded(layout, experts)
-    optimizer, scheduler = optimizers(model)
-    train(model, optimizer, scheduler, range(3))
+def save_run(layouts, directory, experts=E):
+    """Three steps under each layout, saved in a folder of its own; the state then, and after one more step."""
     from ckpt_layout import save_checkpoint
 
-    save_checkpoint(directory, 3, model=model, optimizer=optimizer, scheduler=scheduler, state={"seen": [1, 2.5]})
-    after = full_state(model, optimizer)
-    train(model, optimizer, scheduler, range(3, 4))
-    return after, full_state(model, optimizer)
+    states = []
+    for layout in layouts:
+        model = sharded(layout, experts)
+        optimizer, scheduler = optimizers(model)
+        train(model, optimizer, scheduler, range(3))
+        folder = directory / str(layout)
+        save_checkpoint(folder, 3, model=model, optimizer=optimizer, scheduler=scheduler, state={"seen": [1, 2.5]})
+        after = full_state(model, optimizer)
+        train(model, optimizer, scheduler, range(3, 4))
+        states.append((after, full_state(model, optimizer)))
+    return states
 
 
-def load_run(layout, directory, experts=E):
+def load_run(layouts, directory, sources, experts=E):
+    """Each source under each layout: the caller's state, everything after the load, and after one more step."""
     from ckpt_layout import load_checkpoint
 
-    model = sharded(layout, experts)
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.fill_(float("nan"))
-    optimizer, scheduler = optimizers(model)
-    state = load_checkpoint(directory, model=model, optimizer=optimizer, scheduler=scheduler)
-    loaded = full_state(model, optimizer)
-    train(model, optimizer, scheduler, range(3, 4))
-    return state, loaded, full_state(model, optimizer)
+    found = {}
+    for layout in layouts:
+        model = sharded(layout, experts)
+        for source in sources:
+            with torch.no_grad():
+                for tensor in model.state_dict().values():
+                    tensor.fill_(float("nan"))
+            optimizer, scheduler = optimizers(model)
+            folder = directory / str(source)
+            state = load_checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler)
+            loaded = full_state(model, optimizer)
+            train(model, optimizer, scheduler, range(3, 4))
+            found[source, layout] = state, loaded, full_state(model, optimizer)
+    return found
 
 
 def assert_same(mine, want):
@@ -143,29 +166,56 @@ def assert_same(mine, want):
 
 
 @pytest.mark.parametrize("experts", [5, 10])
-def test_any_layout_loads_what_another_saved_bit_by_bit(tmp_path, experts):
-    (first, first_next), *_ = run_ranks(save_run, 1, "plain", tmp_path / "1", experts)
+def test_every_layout_loads_what_every_other_saved_bit_by_bit(tmp_path, experts):
+    """World 1, 2 and 4, ep 1, 2 and 4, replicas: weights and moments, then one more step."""
+    (first, after_a_step), *_ = run_ranks(save_run, 1, [PLAIN], tmp_path, experts)[0]
     assert "experts.up_proj/exp_avg" in first[0]
     assert not any(name.startswith("unused/") for name in first[0])
     assert first[0]["dense.weight/step"] == 3
-    for layout, ranks in (("ep", 2), ("ep", 4), ("fsdp", 4), ("hsdp", 4)):
-        for state, loaded, after in run_ranks(load_run, ranks, layout, tmp_path / "1", experts):
-            assert state == {"seen": [1, 2.5], "step": 3}
-            assert_same(loaded, first)
-            assert_same(after, first_next)
+    for ranks in (2, 4):
+        for states in run_ranks(save_run, ranks, LAYOUTS[ranks], tmp_path, experts):
+            for saved, later in states:
+                assert_same(saved, first)
+                assert_same(later, after_a_step)
+    sources = [layout for layouts in LAYOUTS.values() for layout in layouts]
+    pairs = set()
+    for ranks, layouts in LAYOUTS.items():
+        for found in run_ranks(load_run, ranks, layouts, tmp_path, sources, experts):
+            for pair, (state, loaded, later) in found.items():
+                assert state == {"seen": [1, 2.5], "step": 3}, pair
+                assert_same(loaded, first)
+                assert_same(later, after_a_step)
+                pairs.add(pair)
+    assert len(pairs) == len(sources) ** 2 == 64
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("ep", 4), ("ep", 2), ("fsdp", 3)])
-def test_sharded_runs_load_in_one_process_and_elsewhere(tmp_path, layout, ranks):
-    want = run_ranks(save_run, 1, "plain", tmp_path / "plain")[0]
-    saved = run_ranks(save_run, ranks, layout, tmp_path / "sharded")
-    for after, later in saved:
-        assert_same(after, want[0])
-        assert_same(later, want[1])
-    for target, size in (("plain", 1), ("fsdp", 4)):
-        for _, loaded, after in run_ranks(load_run, size, target, tmp_path / "sharded"):
-            assert_same(loaded, want[0])
-            assert_same(after, want[1])
+@settings(max_examples=8, derandomize=True, deadline=None)
+@given(st.integers(1, 13), st.sampled_from(LAYOUTS[4]), st.sampled_from(LAYOUTS[4]))
+def test_random_layouts_and_numbers_of_experts(experts, saved, loaded):
+    def there_and_back(saved, loaded, experts):
+        import shutil
+        import tempfile
+        from pathlib import Path
+
+        import torch.distributed as dist
+
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        directory = Path(folder[0])
+        try:
+            ((before, after),) = save_run([saved], directory, experts)
+            ((_, back, later),) = load_run([loaded], directory, [saved], experts).values()
+            dist.barrier()
+        finally:
+            if dist.get_rank() == 0:
+                shutil.rmtree(directory)
+        return before, after, back, later
+
+    # a fully sharded stack may leave ranks empty; one that FSDP splits further on the ep axis may not
+    assume(all(s == 1 or ep == 1 or -(-experts // ep) * (ep - 1) < experts for _, s, ep in (saved, loaded)))
+    for before, after, back, later in run_ranks(there_and_back, 4, saved, loaded, experts):
+        assert_same(back, before)
+        assert_same(later, after)
 
 
 # -- in one process ----------------------------------------------------------------------------------------
@@ -367,7 +417,7 @@ def test_mistakes_are_refused_before_anything_is_written(tmp_path, options, mess
 
 
 def test_a_rank_that_is_killed_in_a_save_leaves_the_last_good_checkpoint(tmp_path):
-    (saved, _), *_ = run_ranks(save_run, 2, "fsdp", tmp_path)
+    ((saved, _),) = run_ranks(save_run, 2, [FSDP2], tmp_path)[0]
 
     def killed(directory):
         import os
@@ -378,20 +428,22 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_last_good_checkpoint(tmp_pat
 
         from ckpt_layout import save_checkpoint
 
-        model = sharded("fsdp")
+        model = sharded(FSDP2)
 
         def die(self, plan, planner):
             os.kill(os.getpid(), signal.SIGKILL)
 
         if dist.get_rank() == 1:
             FileSystemWriter.write_data = die
-        save_checkpoint(directory, 4, model=model)
+        save_checkpoint(directory / str(FSDP2), 4, model=model)
 
     with pytest.raises(RankFailed, match="SIGKILL"):
         run_ranks(killed, 2, tmp_path, timeout=30)
-    assert (tmp_path / "latest").read_text() == "step-00000003\n"
-    assert not (tmp_path / "step-00000004").exists()
-    for state, loaded, _ in run_ranks(load_run, 2, "fsdp", tmp_path):
+    folder = tmp_path / str(FSDP2)
+    assert (folder / "latest").read_text() == "step-00000003\n"
+    assert not (folder / "step-00000004").exists()
+    for found in run_ranks(load_run, 2, [FSDP2], tmp_path, [FSDP2]):
+        ((state, loaded, _),) = found.values()
         assert state["step"] == 3
         assert_same(loaded, saved)
 
@@ -402,7 +454,7 @@ def test_a_rank_that_fails_in_a_save_fails_it_for_all(tmp_path):
 
         from ckpt_layout import _checkpoint, save_checkpoint
 
-        model = sharded("fsdp")
+        model = sharded(FSDP2)
         save_checkpoint(directory, 1, model=model)
         original = _checkpoint.capture_rng
 

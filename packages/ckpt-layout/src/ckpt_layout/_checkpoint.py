@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from ckpt_layout._background import BackgroundSaves, host_copies
 from ckpt_layout._dcp_errors import dcp_errors
+from ckpt_layout._dcp_reader import Reader
 from ckpt_layout._errors import LayoutError
 from ckpt_layout._hf_folder import some
 from ckpt_layout._latest import folder_of, latest_folder
@@ -47,7 +48,7 @@ from ckpt_layout._ranges import runs_length
 from ckpt_layout._region import region_of
 from ckpt_layout._replicated import assert_replicated
 from ckpt_layout._rng import capture_rng, restore_rng
-from ckpt_layout._together import gathered, together, world
+from ckpt_layout._together import gathered, removed_on_failure, together, world
 
 _MODEL = "model/"
 _FORMAT = 1
@@ -116,11 +117,17 @@ def save_checkpoint(
         if world()[0] == 0:
             fresh_folder(partial)
     if background is None:
-        _write(content, partial, final, keep_last, None)
+        with removed_on_failure(partial):
+            _write(content, partial, final, keep_last, None)
     else:
         with together("copying the state", group):
             content = attrs.evolve(content, tensors=host_copies(content.tensors))
-        background.start(lambda: _write(content, partial, final, keep_last, group))
+
+        def write() -> None:
+            with removed_on_failure(partial):
+                _write(content, partial, final, keep_last, group)
+
+        background.start(write)
     return final
 
 
@@ -182,7 +189,7 @@ def load_checkpoint(
     folder = gathered(here)[0]
     if folder is None:
         return None
-    reader = FileSystemReader(folder)
+    reader = Reader(folder)
     with together("reading the checkpoint"):
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         _warn_of_other_plugins(folder, meta, plugins)

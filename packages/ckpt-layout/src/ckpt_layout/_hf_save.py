@@ -23,7 +23,7 @@ from ckpt_layout._model_tensors import model_tensors, without_ties
 from ckpt_layout._pieces import Piece, layouts
 from ckpt_layout._replicated import assert_replicated
 from ckpt_layout._safetensors_file import Entry, FilePlan, create, plan_file, write_block
-from ckpt_layout._together import together, world
+from ckpt_layout._together import removed_on_failure, together, world
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -66,7 +66,7 @@ def save_hf(
     Raises:
         LayoutError: a ValueError: a folder that is not empty, an unknown family, a size that is none.
         ReplicaMismatchError: what ranks have copies of differs between them.
-        PeerError: another rank failed, for instance at a full disk. The partial folder stays for a look.
+        PeerError: another rank failed, for instance at a full disk.
     """
     path = Path(path)
     partial = path.parent / f".{path.name}.partial"
@@ -76,15 +76,18 @@ def save_hf(
         items = _items(model, row, dtype, stacked)
         plans = file_plans(items, bytes_of(max_shard_size))
     assert_replicated(model)
-    with together("creating the files"):
+    with together("looking at the folder"):
         if world()[0] == 0:
             _refuse_occupied(path)
-            _create(partial, plans, content)
-    with together("writing the tensors"):
-        _write_mine(partial, plans, items)
-    with together("renaming the folder"):
-        if world()[0] == 0:
-            partial.replace(path)
+    with removed_on_failure(partial):
+        with together("creating the files"):
+            if world()[0] == 0:
+                _create(partial, plans, content)
+        with together("writing the tensors"):
+            _write_mine(partial, plans, items)
+        with together("renaming the folder"):
+            if world()[0] == 0:
+                partial.replace(path)
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:

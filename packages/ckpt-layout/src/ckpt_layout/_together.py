@@ -1,7 +1,9 @@
 """Doing something on all ranks so that all of them fail if one does."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -43,3 +45,17 @@ def together(what: str, group: ProcessGroup | None = None) -> Iterator[None]:
     failed = [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]
     if failed:
         raise PeerError(f"{what} failed on {'; '.join(failed)}")
+
+
+@contextmanager
+def removed_on_failure(partial: Path) -> Iterator[None]:
+    """Remove the folder `partial` if the block raises, so that a full disk is not full of what is of no use.
+
+    The block must raise on all ranks or on none, as `together` does: then nobody writes there any more.
+    """
+    try:
+        yield
+    except Exception:
+        if world()[0] == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise

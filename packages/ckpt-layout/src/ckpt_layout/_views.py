@@ -9,11 +9,11 @@ from typing import Protocol
 import attrs
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from ckpt_layout._dcp_errors import dcp_errors
+from ckpt_layout._dcp_reader import Reader
 from ckpt_layout._errors import LayoutError
 from ckpt_layout._families import Family, Rule, native
 from ckpt_layout._hf_folder import HfFolder, some
@@ -45,17 +45,14 @@ class View(Protocol):
 
 
 class DcpView:
-    """The model's tensors of a checkpoint in torch.distributed.checkpoint's format.
-
-    Its index is a pickle: open only what you trust.
-    """
+    """The model's tensors of a checkpoint in torch.distributed.checkpoint's format."""
 
     def __init__(self, path: Path) -> None:
         folder = path if is_dcp(path) else latest_folder(path)
         if folder is None or not is_dcp(folder):
             raise LayoutError(f"{path}: holds no checkpoint: neither .metadata nor a file `latest` that names one")
         self.folder = folder
-        self._reader = FileSystemReader(folder)
+        self._reader = Reader(folder)
         stored = {
             key: item
             for key, item in self._reader.read_metadata().state_dict_metadata.items()
