@@ -116,8 +116,8 @@ def fully_shard_moe(
     _unit(model, dp_mesh, dp_mesh.size(), policy, None if reshard_after_forward else False, shared)
     set_prefetch(model, plan)
     inner_units = {module for modules in units for module in modules}
-    for module in [*plan.experts, *plan.blocks]:
-        fill_unused_gradients(module, inner_units)
+    for unit in [*([module] for module in [*plan.experts, *plan.blocks]), plan.islands]:
+        fill_unused_gradients(unit, inner_units)
     return model
 
 
