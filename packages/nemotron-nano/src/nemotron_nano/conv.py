@@ -1,5 +1,6 @@
-"""Mamba's short convolution: depthwise, causal, followed by SiLU."""
+"""Mamba's short convolution: depthwise, causal, followed by SiLU, and split into what the scan reads."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,54 +9,166 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def causal_conv_silu(padded: Tensor, weight: Tensor, bias: Tensor, segments: Tensor | None = None) -> Tensor:
-    """silu(bias + sum over d of weight[:, k-1-d] * x_{t-d}), as k shifted multiply-adds.
+def causal_conv_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    widths: Sequence[int],
+    *,
+    before: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """silu(bias + sum over d of weight[:, k-1-d] * x_{t-d}), as k shifted multiply-adds, split by channels.
 
-    On a CPU the backward pass of a depthwise `conv1d` costs several times as much as this.
+    On a CPU the backward pass of a depthwise `conv1d` costs several times as much as this. Nothing of its own is
+    kept for backward: x is a part of the projection's result, and the rest is computed again.
 
     Args:
-        padded: [b, k-1 + S, channels], the k-1 inputs before the first token (zeros at the start) in front.
-        weight: [channels, k]; bias: [channels]. All in one dtype.
-        segments: [b, S] integers; no input of another segment is seen. None: one segment.
+        x: [b, S, channels], in any floating-point dtype and with any strides.
+        weight: [channels, k]; bias: [channels]. In fp32 or fp64, which is what is computed in and returned.
+        widths: how many channels each result has; they add up to all.
+        before: [b, k-1, channels], the inputs before the first token; None: zeros.
+        segments: [b, S] integers; no input of another segment is seen. None: one segment. Not with `before`.
 
     Returns:
-        [b, S, channels].
+        For each width [b, S, width].
     """
-    return _CausalConvSilu.apply(padded, weight, bias, segments)
+    taps = weight.t().contiguous()  # with strides the products are three times slower
+    out: tuple[Tensor, ...] = _CausalConvSilu.apply(x, taps, bias, before, segments, tuple(widths))
+    return out
 
 
-def _seen(segments: Tensor | None, kernel: int) -> list[Tensor | None]:
-    """By tap: [b, S, 1], 1 where the input that the tap looks at is in the token's own segment."""
-    if segments is None:
-        return [None] * kernel
-    distances = range(kernel - 1, -1, -1)
-    outside = F.pad(segments, (kernel - 1, 0), value=-1)
-    length = segments.shape[1]
-    return [(outside[:, kernel - 1 - d : kernel - 1 - d + length] == segments).unsqueeze(-1) for d in distances]
+_CACHED = 1 << 16
+"""Numbers that a CPU works on at a time: k passes over them should read its cache, not its memory."""
 
 
 class _CausalConvSilu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, weight: Tensor, bias: Tensor, segments: Tensor | None) -> Tensor:
-        kernel = weight.shape[1]
-        length = padded.shape[1] - kernel + 1
-        pre = bias.repeat(padded.shape[0], length, 1)
-        for tap, seen in enumerate(_seen(segments, kernel)):
-            window = padded[:, tap : tap + length]
-            pre.addcmul_(window if seen is None else window * seen, weight[:, tap])
-        ctx.save_for_backward(padded, weight, pre, segments)
-        return F.silu(pre)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        taps: Tensor,
+        bias: Tensor,
+        before: Tensor | None,
+        segments: Tensor | None,
+        widths: tuple[int, ...],
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, taps, bias, before, segments)
+        ctx.widths = widths
+        results = tuple(x.new_empty(*x.shape[:2], width, dtype=taps.dtype) for width in widths)
+        for rows, tokens in _blocks(x):
+            pre = _convolved(_window(x, before, rows, tokens, taps), taps, bias, segments, rows, tokens)
+            for result, part in zip(results, pre.split(widths, dim=-1), strict=True):
+                result[rows, tokens] = F.silu(part)
+        return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        padded, weight, pre, segments = ctx.saved_tensors
-        length = pre.shape[1]
-        d_pre = torch.ops.aten.silu_backward(dy, pre)
-        d_padded, d_taps = torch.zeros_like(padded), []
-        for tap, seen in enumerate(_seen(segments, weight.shape[1])):
-            window = slice(tap, tap + length)
-            d_seen = d_pre if seen is None else d_pre * seen
-            d_padded[:, window].addcmul_(d_seen, weight[:, tap])
-            d_taps.append((d_seen * padded[:, window]).sum((0, 1)))
-        return d_padded, torch.stack(d_taps, dim=1), d_pre.sum((0, 1)), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, taps, bias, before, segments = ctx.saved_tensors
+        dx, d_before = torch.empty_like(x, memory_format=torch.contiguous_format), None
+        d_taps, d_bias = torch.zeros_like(taps), torch.zeros_like(bias)
+        if before is not None:
+            d_before = torch.empty_like(before)
+        kernel, after = taps.shape[0], taps.new_empty(0)
+        for rows, tokens in reversed(_blocks(x)):
+            window = _window(x, before, rows, tokens, taps)
+            pre = _convolved(window, taps, bias, segments, rows, tokens)
+            if tokens.stop == x.shape[1]:
+                after = pre.new_zeros(pre.shape[0], kernel - 1, pre.shape[2])
+            d_pre = torch.cat([_through_silu(grads, pre, ctx.widths, rows, tokens), after], dim=1)
+            after = d_pre[:, : kernel - 1]
+            dx[rows, tokens] = _correlated(d_pre, taps, segments, rows, tokens)
+            d_own = d_pre[:, : pre.shape[1]]
+            d_bias += d_own.sum((0, 1))
+            d_taps += _by_tap(d_own, window, segments, rows, tokens)
+            if d_before is not None and tokens.start == 0:
+                d_before[rows] = _correlated(F.pad(after, (0, 0, kernel - 1, 0)), taps, None, rows, tokens)
+        return dx, d_taps, d_bias, d_before, None, None
+
+
+def _blocks(x: Tensor) -> list[tuple[slice, slice]]:
+    """Rows and tokens of x [b, S, channels] that are worked on together."""
+    batch, length, channels = x.shape
+    if x.device.type != "cpu":
+        return [(slice(0, batch), slice(0, length))]
+    step = max(16, _CACHED // channels)
+    starts = range(0, length, step)
+    return [(slice(b, b + 1), slice(at, min(at + step, length))) for b in range(batch) for at in starts]
+
+
+def _window(x: Tensor, before: Tensor | None, rows: slice, tokens: slice, taps: Tensor) -> Tensor:
+    """These tokens of x and the k-1 before them, contiguous, in the dtype of the taps."""
+    extra = taps.shape[0] - 1
+    missing = max(0, extra - tokens.start)
+    inside = x[rows, tokens.start - extra + missing : tokens.stop]
+    if not missing:
+        return inside.to(taps.dtype).contiguous()
+    window = inside.new_zeros(inside.shape[0], missing + inside.shape[1], inside.shape[2], dtype=taps.dtype)
+    if before is not None:
+        window[:, :missing] = before[rows, extra - missing :]
+    window[:, missing:] = inside
+    return window
+
+
+def _convolved(
+    window: Tensor, taps: Tensor, bias: Tensor, segments: Tensor | None, rows: slice, tokens: slice
+) -> Tensor:
+    """Before the SiLU: [rows, tokens, channels] from a window of k-1 tokens more."""
+    length = tokens.stop - tokens.start
+    pre: Tensor | None = None
+    for tap, seen in enumerate(_seen(segments, rows, tokens, len(taps))):
+        part = window[:, tap : tap + length]
+        part = part if seen is None else part * seen
+        pre = torch.addcmul(bias, part, taps[tap]) if pre is None else pre.addcmul_(part, taps[tap])
+    assert pre is not None
+    return pre
+
+
+def _by_tap(d_pre: Tensor, window: Tensor, segments: Tensor | None, rows: slice, tokens: slice) -> Tensor:
+    """The gradient of the taps: [k, channels], the products of d_pre with each shifted window summed over tokens."""
+    kernel = window.shape[1] - d_pre.shape[1] + 1
+    shifted = window.unfold(1, d_pre.shape[1], 1).movedim(-1, 2)  # [rows, k, tokens, channels], a view
+    products = d_pre.unsqueeze(1) * shifted
+    for tap, seen in enumerate(_seen(segments, rows, tokens, kernel)):
+        if seen is not None:
+            products[:, tap] *= seen
+    return products.sum((0, 2))
+
+
+def _correlated(d_pre: Tensor, taps: Tensor, segments: Tensor | None, rows: slice, tokens: slice) -> Tensor:
+    """The gradient of the inputs at the first tokens of `d_pre`, which has k-1 more than these."""
+    kernel = len(taps)
+    length = d_pre.shape[1] - kernel + 1
+    dx = d_pre[:, :length] * taps[-1]
+    for distance, seen in enumerate(_seen_later(segments, rows, tokens, kernel), start=1):
+        part = d_pre[:, distance : distance + length]
+        dx.addcmul_(part if seen is None else part * seen, taps[-1 - distance])
+    return dx
+
+
+def _through_silu(
+    grads: tuple[Tensor, ...], pre: Tensor, widths: tuple[int, ...], rows: slice, tokens: slice
+) -> Tensor:
+    parts = pre.split(widths, dim=-1)
+    silu_backward = torch.ops.aten.silu_backward
+    return torch.cat([silu_backward(g[rows, tokens], part) for g, part in zip(grads, parts, strict=True)], dim=-1)
+
+
+def _seen(segments: Tensor | None, rows: slice, tokens: slice, kernel: int) -> Iterator[Tensor | None]:
+    """By tap: [rows, tokens, 1], 1 where the input that the tap looks at is in the token's own segment."""
+    for distance in range(kernel - 1, -1, -1):
+        yield None if segments is None else _same(segments, rows, tokens, -distance)
+
+
+def _seen_later(segments: Tensor | None, rows: slice, tokens: slice, kernel: int) -> Iterator[Tensor | None]:
+    """By distance 1 to k-1: [rows, tokens, 1], 1 where the token so far behind is in this one's segment."""
+    for distance in range(1, kernel):
+        yield None if segments is None else _same(segments, rows, tokens, distance)
+
+
+def _same(segments: Tensor, rows: slice, tokens: slice, shift: int) -> Tensor:
+    """Whether each token and the one `shift` behind it are in one segment; before and after all tokens is none."""
+    shifted = F.pad(segments[rows], (max(0, -shift), max(0, shift)), value=-1)
+    start = tokens.start + max(0, shift)
+    return (shifted[:, start : start + tokens.stop - tokens.start] == segments[rows, tokens]).unsqueeze(-1)

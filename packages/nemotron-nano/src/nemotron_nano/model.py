@@ -227,14 +227,14 @@ class Mamba2(nn.Module):
         self.of_token = [inner, conv, heads]  # z | u, B, C | dt
         self.of_conv = [inner, groups * states, groups * states]  # u | B | C
         self.in_proj = nn.Linear(config.hidden_size, sum(self.of_token), bias=False, **factory)
-        self.conv1d = CausalConv1d(conv, config.conv_kernel, **factory)
+        self.conv1d = CausalConv1d(self.of_conv, config.conv_kernel, **factory)
         self.ssm = StateSpace(heads, config.chunk_size, device=factory.get("device"))
         self.norm = GatedRMSNorm(inner, groups, config.norm_eps, **factory)
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=False, **factory)
 
     def forward(self, x: Tensor, segments: Tensor | None = None, state: LayerState | None = None) -> Tensor:
         z, mixed, dt = self.in_proj(x).split(self.of_token, dim=-1)
-        u, B, C = self.conv1d(mixed, segments, state).split(self.of_conv, dim=-1)
+        u, B, C = self.conv1d(mixed, segments, state)
         u = u.unflatten(-1, (self.heads, -1))
         B, C = (t.unflatten(-1, (self.groups, -1)) for t in (B, C))
         y = self.ssm(u, dt, B, C, segments, state)
@@ -242,23 +242,26 @@ class Mamba2(nn.Module):
 
 
 class CausalConv1d(nn.Module):
-    """Depthwise convolution over the last `kernel` tokens, then SiLU: [B, S, channels] -> the same, fp32."""
+    """Depthwise convolution over the last `kernel` tokens, then SiLU: [B, S, channels] -> u, B and C, fp32."""
 
-    def __init__(self, channels: int, kernel: int, **factory: Any) -> None:
+    def __init__(self, widths: list[int], kernel: int, **factory: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel, **factory))
-        self.bias = nn.Parameter(torch.empty(channels, **factory))
+        self.widths = widths
+        self.weight = nn.Parameter(torch.empty(sum(widths), 1, kernel, **factory))
+        self.bias = nn.Parameter(torch.empty(sum(widths), **factory))
 
-    def forward(self, x: Tensor, segments: Tensor | None = None, state: LayerState | None = None) -> Tensor:
-        x, weight, bias = _fp32(x), _fp32(self.weight.squeeze(1)), _fp32(self.bias)
-        before = weight.shape[1] - 1
-        if state is None or state.conv is None:
-            padded = F.pad(x, (0, 0, before, 0))
-        else:
-            padded = torch.cat([state.conv, x], dim=1)
+    def forward(self, x: Tensor, segments: Tensor | None = None, state: LayerState | None = None) -> tuple[Tensor, ...]:
+        weight, bias = _fp32(self.weight.squeeze(1)), _fp32(self.bias)
+        before = None if state is None else state.conv
         if state is not None:
-            state.conv = padded[:, padded.shape[1] - before :]
-        return causal_conv_silu(padded, weight, bias, segments)
+            state.conv = _last_inputs(before, _fp32(x), weight.shape[1] - 1)
+        return causal_conv_silu(x, weight, bias, self.widths, before=before, segments=segments)
+
+
+def _last_inputs(before: Tensor | None, x: Tensor, count: int) -> Tensor:
+    """The last `count` tokens of what came before and x [B, S, channels]; zeros where there are fewer."""
+    joined = F.pad(x, (0, 0, count, 0)) if before is None else torch.cat([before, x], dim=1)
+    return joined[:, joined.shape[1] - count :]
 
 
 class StateSpace(nn.Module):

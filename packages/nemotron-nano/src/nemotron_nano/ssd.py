@@ -140,9 +140,9 @@ def _from_before(C: Tensor, states: Tensor) -> Tensor:
 class _WithinChunks(torch.autograd.Function):
     """y_t = sum over s <= t of decay(s, t) (C_t . B_s) x_s, chunk by chunk; recomputed in backward.
 
-    All [L, L] masks act on C B^T, which a group's heads share. The gradient by the exponents needs no
-    [L, L] sums either: with M = decay * C B^T it is row sums minus column sums of (dy x^T) * M, which are
-    dy_t . y_t and x_s . dx_s.
+    All [L, L] masks act on C B^T, which a group's heads share. The gradient by log_decay_r is the sum of
+    G = (dy x^T) * decay * C B^T over s < r <= t. As a running sum of differences (dy_t . y_t - x_s . dx_s)
+    it would take no [L, L] sums, but lose all digits where the decay is strong.
     """
 
     @staticmethod
@@ -152,15 +152,15 @@ class _WithinChunks(torch.autograd.Function):
             mixing = _decay(log_decay[part])
             _by_group(mixing, B).mul_(_scores(B[part], C[part], _of(within, part)).unsqueeze(2))
             y[part] = mixing @ x[part]
-        ctx.save_for_backward(x, log_decay, B, C, within, y)
+        ctx.save_for_backward(x, log_decay, B, C, within)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, log_decay, B, C, within, y = ctx.saved_tensors
+        x, log_decay, B, C, within = ctx.saved_tensors
         dy = dy.contiguous()
-        dx, dB, dC = torch.empty_like(x), torch.empty_like(B), torch.empty_like(C)
+        dx, d_log_decay, dB, dC = (torch.empty_like(tensor) for tensor in (x, log_decay, B, C))
         for part in _parts(x):
             decay, scores = _decay(log_decay[part]), _scores(B[part], C[part], _of(within, part))
             d_mixing = (dy[part] @ x[part].transpose(-1, -2)).mul_(decay)
@@ -169,8 +169,9 @@ class _WithinChunks(torch.autograd.Function):
             mixing = decay
             _by_group(mixing, B).mul_(scores.unsqueeze(2))
             dx[part] = mixing.transpose(-1, -2) @ dy[part]
-        of_sum = (dy * y).sum(-1) - (x * dx).sum(-1)  # [n, H, L], by the running sum of log_decay
-        return dx, of_sum.flip(-1).cumsum(-1).flip(-1), dB, dC, None
+            _by_group(d_mixing, B).mul_(scores.unsqueeze(2))
+            d_log_decay[part] = _sum_across(d_mixing)
+        return dx, d_log_decay, dB, dC, None
 
 
 _CACHED = 1 << 18
@@ -204,6 +205,12 @@ def _scores(B: Tensor, C: Tensor, within: Tensor | None) -> Tensor:
 def _causal(scores: Tensor, within: Tensor | None) -> Tensor:
     scores = scores.tril_()
     return scores if within is None else scores.mul_(within)
+
+
+def _sum_across(G: Tensor) -> Tensor:
+    """For each r the sum of G_ts over s < r <= t: [n, H, L, L] -> [n, H, L]."""
+    up_to_s = torch.cumsum(G, -1).tril_(-1).sum(-2)  # at s: over all t > s
+    return F.pad(up_to_s[..., :-1], (1, 0))
 
 
 def _decay(log_decay: Tensor) -> Tensor:
