@@ -45,7 +45,7 @@ def load_hf(model: nn.Module, path: str | Path, family: Family | str | None = No
             local = local_of(tensors[name])
             for piece in pieces:
                 for overlap in overlaps(local, regions[name], piece):
-                    overlap.fill(folder.read(piece.key, overlap.disk))
+                    overlap.fill(folder.read(piece.key, overlap.disk, overlap.local))
 
 
 def resolve_family(family: Family | str | None, model_type: object, where: object) -> Family:

@@ -58,8 +58,9 @@ class Overlap:
     """Where the block lies in the tensor on disk."""
 
     def fill(self, values: Tensor) -> None:
-        """Set this part of the shard to `values`, which have the shape of the block on disk."""
-        self.local.copy_(values.reshape(self.local.shape))
+        """Set this part of the shard to `values`, which have the shape of the block on disk, or are `local`."""
+        if values is not self.local:
+            self.local.copy_(values.reshape(self.local.shape))
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """This part of the shard as it lies on disk, on the CPU; shares memory with it where it can."""

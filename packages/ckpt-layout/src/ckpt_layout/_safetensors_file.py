@@ -19,6 +19,9 @@ _NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+"""dtypes by the names that files give them."""
+
 
 @attrs.frozen
 class Entry:
@@ -104,7 +107,6 @@ def dtype_named(name: str) -> torch.dtype:
     Raises:
         LayoutError: none that can be written here.
     """
-    for dtype, theirs in _NAMES.items():
-        if theirs == name:
-            return dtype
-    raise LayoutError(f"a tensor of dtype {name}: only {', '.join(_NAMES.values())} are converted")
+    if name not in DTYPES:
+        raise LayoutError(f"a tensor of dtype {name}: only {', '.join(DTYPES)} are converted")
+    return DTYPES[name]

@@ -99,7 +99,7 @@ class HfView:
         tensor = torch.empty(info.shape, dtype=info.dtype)
         for piece in self._pieces[name]:
             for overlap in overlaps(tensor, tuple(map(full_runs, info.shape)), piece):
-                overlap.fill(self.folder.read(piece.key, overlap.disk))
+                overlap.fill(self.folder.read(piece.key, overlap.disk, overlap.local))
         return tensor
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
