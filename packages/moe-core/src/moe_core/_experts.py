@@ -107,6 +107,7 @@ class GroupedExperts(nn.Module):
         compute = autocast_dtype(device_type)
         if compute is not None:
             hidden, up, down = hidden.to(compute), up.to(compute), down.to(compute)
+        _grouped_gemm.check_dtypes(hidden, up)  # before rows travel
         dispatcher = self.dispatcher or LocalDispatch()
         dispatched = dispatcher.dispatch(hidden, expert_ids, self.num_experts)
         if meanwhile is not None:

@@ -119,12 +119,17 @@ def resolve(grouped_gemm: "str | GroupedGemm") -> "GroupedGemm | None":
     return grouped_mm if grouped_gemm == "grouped_mm" else loop
 
 
-def _check_shapes(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> None:
+def check_dtypes(rows: Tensor, weight: Tensor) -> None:
+    """Raises ValueError unless they are the same."""
     if rows.dtype != weight.dtype:
         raise ValueError(
             f"rows are {rows.dtype} and the experts' weights {weight.dtype}: cast one of them, or give the experts "
             "the mixed-precision policy of the layers around them"
         )
+
+
+def _check_shapes(rows: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> None:
+    check_dtypes(rows, weight)
     if rows.shape[-1] != weight.shape[-1] or tokens_per_expert.shape != weight.shape[:1]:
         raise ValueError(
             f"rows {tuple(rows.shape)}, weight {tuple(weight.shape)} and tokens_per_expert "

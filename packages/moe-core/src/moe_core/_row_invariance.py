@@ -16,7 +16,10 @@ _FEWEST_ROWS = 16
 _WIDTH = 16
 """With both widths of a product a multiple of this, all its rows go through one kernel of BLAS."""
 _ELEMENTS = 64
-"""Two AVX-512 vectors of floats for each of two threads: a multiple of this leaves no incomplete vector."""
+"""Two AVX-512 vectors of 16-bit numbers, or four of floats: half of a multiple of this is no incomplete vector."""
+_SHARES = 2
+_GRAIN = 32768
+"""Elements from which on torch shares elementwise work among threads."""
 BLAS_BYTES = 64
 """From this alignment on a BLAS result does not depend on where in memory its operands lie."""
 
@@ -63,11 +66,30 @@ def linear(rows: Tensor, weight: Tensor) -> Tensor:
 
 def elementwise(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """[R, F] -> function(rows), [R, F]; the function must work on each element alone."""
-    width = rows.shape[-1]
+    if rows.device.type != "cpu":
+        return function(rows)
+    count, width = rows.shape
     missing = -width % _ELEMENTS
-    if missing and rows.device.type == "cpu":
-        return function(F.pad(rows, (0, missing)))[..., :width]
-    return function(rows)
+    more_rows = _rows_to_share(count, width + missing) - count
+    if missing or more_rows:
+        return function(F.pad(rows, (0, missing, 0, more_rows)))[:count, :width]
+    # a part of wider rows goes another way, unless it is one row alone
+    return function(rows.contiguous())
+
+
+def _rows_to_share(count: int, width: int) -> int:
+    """The rows, and how many more it takes for threads to share them without breaking a vector.
+
+    Torch gives each of n threads a n-th of the elements, n being at most one for each `_GRAIN`.
+    """
+    threads = torch.get_num_threads()
+    if threads <= _SHARES or torch.compiler.is_compiling():
+        return count
+    while True:
+        shares = min(threads, -(-count * width // _GRAIN))
+        if shares <= _SHARES or count % shares == 0:
+            return count
+        count += -count % shares
 
 
 def aligned(matrix: Tensor) -> Tensor:
