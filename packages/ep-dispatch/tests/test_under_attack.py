@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ep_dispatch import AllToAllDispatcher, LocalDispatcher, build_permute_indices, shard_experts
 from ep_dispatch._permute import inverse_permutation, sort_by_expert
 from moe_core import GroupedExperts, MoE
-from moe_core.testing import RankFailed, run_ranks
+from moe_core.testing import RankFailed, count_collectives, run_ranks
 
 D, F, E, K = 16, 16, 5, 2
 
@@ -295,3 +295,34 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent(hidden, ids,
 def test_ids_are_integers():
     with pytest.raises(ValueError, match="must be integers"):
         LocalDispatcher().dispatch(torch.randn(3, D), torch.zeros(3, 2), E)
+
+
+def hidden_without_gradient(empty):
+    """Rank 1 has hidden states that require no gradient, as those of no tokens may; rank 0's come home all the same."""
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), dist.get_rank()
+    torch.manual_seed(0)
+    whole = GroupedExperts(E, D, F)
+    layer = GroupedExperts(E, D, F)
+    layer.load_state_dict(whole.state_dict())
+    shard_experts(layer, mesh)
+    hidden, weights, ids = torch.randn(9, D), torch.rand(9, K), torch.randint(0, E, (9, K))
+    parts = (slice(0, 5), slice(5, 5 if empty else 9))
+    x = hidden[parts[rank]].clone().requires_grad_(rank == 0)
+    with count_collectives() as backward:
+        out = layer(x, ids[parts[rank]], weights[parts[rank]])
+        backward.calls.clear()
+        out.sum().backward()
+    together = hidden[: parts[1].stop].clone().requires_grad_()
+    whole(together, ids[: parts[1].stop], weights[: parts[1].stop]).sum().backward()
+    same = [
+        torch.equal(one.grad.to_local(), full.grad.chunk(2)[rank])
+        for one, full in zip(layer.parameters(), whole.parameters(), strict=True)
+    ]
+    if rank == 0:
+        same.append(torch.equal(x.grad, together.grad[parts[0]]))
+    return backward.total, all(same)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_hidden_states_that_require_no_gradient_on_one_rank(empty):
+    assert run_ranks(hidden_without_gradient, 2, empty, timeout=30) == [(2, True)] * 2

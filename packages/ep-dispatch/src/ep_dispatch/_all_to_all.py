@@ -15,6 +15,7 @@ from ep_dispatch._permute import (
     WeightedSum,
     build_permute_indices,
     check_shapes,
+    check_weights,
     inverse_permutation,
     sort_by_expert,
 )
@@ -128,8 +129,8 @@ class AllToAllDispatcher:
         if self.check_splits:
             _check(splits, hidden, num_experts)
         order = _home_order(expert_ids, choices, sum(splits.sent), num_experts)
-        flight = Flight(splits)
-        pending = Start.apply(Gather.apply(hidden, order), flight)
+        flight = Flight(splits, hidden.device)
+        pending = Start.apply(Gather.apply(hidden, order), flight.anchor, flight)
         by_expert = build_permute_indices(received_counts, sum(splits.received))
         handle = AllToAllHandle(
             order,
@@ -143,8 +144,9 @@ class AllToAllDispatcher:
 
     def combine(self, rows: Tensor, expert_weights: Tensor, handle: AllToAllHandle) -> Tensor:
         """[R, D], [T, K] -> [T, D] in the rows' dtype; weights applied at home, sums in fp32 over K in order."""
-        flight = Flight(handle.splits.reversed())
-        pending = Start.apply(Permute.apply(rows, handle.by_sender, handle.by_expert), flight)
+        check_weights(expert_weights, handle.order)
+        flight = Flight(handle.splits.reversed(), rows.device)
+        pending = Start.apply(Permute.apply(rows, handle.by_sender, handle.by_expert), flight.anchor, flight)
         return WeightedSum.apply(Finish.apply(pending, flight), expert_weights, handle.order)
 
     def _exchange_counts(self, choices: SortedChoices, num_experts: int) -> tuple[Tensor, Splits, Tensor]:

@@ -60,8 +60,11 @@ def wait(pending: Tensor) -> Tensor:
 class Flight:
     """One exchange under autograd: ties the two halves together."""
 
-    def __init__(self, splits: Splits) -> None:
+    def __init__(self, splits: Splits, device: torch.device) -> None:
         self.splits = splits
+        # makes the exchange part of the graph on every rank, whatever the rows require: a rank without tokens may
+        # have rows that require no gradient, and the others' gradients are to come back all the same
+        self.anchor = torch.empty(0, device=device, requires_grad=torch.is_grad_enabled())
         self.gradient: Tensor | None = None
         """What backward has sent and not yet awaited."""
 
@@ -70,17 +73,17 @@ class Start(torch.autograd.Function):
     """Starts the rows' way out; backward waits for the gradient that `Finish` has sent on its way back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor, flight: Flight) -> Tensor:
         ctx.flight = flight
         return start(rows, flight.splits)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # `grad` has the shape that autograd asks for here, of the rows on the other side; the values come by
         # the flight
         pending, ctx.flight.gradient = ctx.flight.gradient, None
-        return wait(pending), None
+        return wait(pending), None, None
 
 
 class Finish(torch.autograd.Function):

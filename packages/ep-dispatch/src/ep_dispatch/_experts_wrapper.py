@@ -72,7 +72,15 @@ class ExpertParallelGroupedExperts(nn.Module):
         *,
         meanwhile: Callable[[], object] | None = None,
     ) -> Tensor:
-        """[T, D], [T, K] int64 (E sends nothing), [T, K] -> [T, D] in hidden's dtype."""
+        """[T, D], [T, K] int64 (E sends nothing), [T, K] -> [T, D] in hidden's dtype.
+
+        Raises:
+            ValueError: the shapes do not fit together, or an id is not in 0..E.
+        """
+        if expert_weights.shape != expert_ids.shape:
+            raise ValueError(
+                f"expert_ids {tuple(expert_ids.shape)} and expert_weights {tuple(expert_weights.shape)} must be [T, K]"
+            )
         dispatched = self.dispatcher.dispatch(hidden, expert_ids, self.num_experts)
         if meanwhile is not None:
             meanwhile()

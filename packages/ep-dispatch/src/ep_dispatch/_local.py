@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ep_dispatch._permute import Gather, HomeOrder, WeightedSum, check_shapes, sort_by_expert
+from ep_dispatch._permute import Gather, HomeOrder, WeightedSum, check_shapes, check_weights, sort_by_expert
 
 
 class LocalDispatched(NamedTuple):
@@ -39,4 +39,5 @@ class LocalDispatcher:
 
     def combine(self, rows: Tensor, expert_weights: Tensor, handle: HomeOrder) -> Tensor:
         """[T*K, D], [T, K] -> [T, D] in the rows' dtype; sums in fp32 over K in order."""
+        check_weights(expert_weights, handle)
         return WeightedSum.apply(rows, expert_weights, handle)

@@ -84,6 +84,14 @@ def check_shapes(hidden: Tensor, expert_ids: Tensor) -> None:
         raise ValueError(f"expert_ids are {expert_ids.dtype}: must be integers")
 
 
+def check_weights(expert_weights: Tensor, order: HomeOrder) -> None:
+    """Raises ValueError unless there is a weight for each choice."""
+    if expert_weights.shape != order.row.shape:
+        raise ValueError(
+            f"expert_weights {tuple(expert_weights.shape)} must be [T, K] like the expert_ids {tuple(order.row.shape)}"
+        )
+
+
 class Gather(torch.autograd.Function):
     """(hidden [T, D], order) -> rows [R, D]."""
 
