@@ -165,9 +165,9 @@ def assert_same(mine, want):
     assert rates == other_rates
 
 
-@pytest.mark.parametrize("experts", [5, 10])
-def test_every_layout_loads_what_every_other_saved_bit_by_bit(tmp_path, experts):
+def test_every_layout_loads_what_every_other_saved_bit_by_bit(tmp_path):
     """World 1, 2 and 4, ep 1, 2 and 4, replicas: weights and moments, then one more step."""
+    experts = 10  # 3, 3, 3, 1 at ep 4
     (first, after_a_step), *_ = run_ranks(save_run, 1, [PLAIN], tmp_path, experts)[0]
     assert "experts.up_proj/exp_avg" in first[0]
     assert not any(name.startswith("unused/") for name in first[0])
@@ -189,7 +189,7 @@ def test_every_layout_loads_what_every_other_saved_bit_by_bit(tmp_path, experts)
     assert len(pairs) == len(sources) ** 2 == 64
 
 
-@settings(max_examples=8, derandomize=True, deadline=None)
+@settings(max_examples=6, derandomize=True, deadline=None)
 @given(st.integers(1, 13), st.sampled_from(LAYOUTS[4]), st.sampled_from(LAYOUTS[4]))
 def test_random_layouts_and_numbers_of_experts(experts, saved, loaded):
     def there_and_back(saved, loaded, experts):

@@ -173,6 +173,26 @@ def test_interleaving_by_hand(tmp_path):
     check("gpt_oss_grouped", model, disk, tmp_path / "out")
 
 
+def test_interleaved_stacks_are_cut_by_experts_only():
+    """A rank that holds every expert's half of the parts' dimension has no block of the file to itself."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    from ckpt_layout._pieces import layouts, overlaps
+    from ckpt_layout._region import held_region
+
+    shape = (E, 4, D)
+    ((piece,), *_) = layouts(families()["gpt_oss_grouped"], "experts.gate_up_proj", shape)
+    whole = torch.arange(E * 4 * D).view(shape).float()
+    by_experts = held_region(shape, (2,), (1,), (Shard(0),))
+    (block,) = overlaps(whole[3:], by_experts, piece)
+    want = whole[3:].unflatten(1, (2, 2)).permute(0, 3, 2, 1).reshape(2, D, 4)
+    assert torch.equal(block.values(torch.float32), want)
+    for placement, local in ((Shard(2), whole[:, :, :2]), (Replicate(), whole)):
+        assert len(list(overlaps(local, held_region(shape, (2,), (0,), (placement,)), piece))) == 1
+    with pytest.raises(ValueError, match=r"interleaves 2 parts along a dimension of 4, of which this rank holds 2"):
+        list(overlaps(whole[:, :2], held_region(shape, (2,), (0,), (Shard(1),)), piece))
+
+
 def test_the_router_and_the_gate_projection_are_not_confused(tmp_path):
     """`gate.weight` ends the names of both kinds."""
     model = tree({**moe("model.layers.0"), "model.layers.0.mlp.shared_experts.gate_proj.weight": (F, D)})
