@@ -104,8 +104,8 @@ def test_the_same_collectives_in_the_same_order_whatever_the_tokens(degree):
         assert set(backward_syncs) == {0}, case
         assert all(gradients), case
         assert {len(calls) for calls in forward} == {3}
-        # without a gradient for hidden the rows need none, and the way out has no way back
-        assert {len(calls) for calls in backward} == {2 if case.grad else 1}
+        # also where hidden requires no gradient, as it may on some ranks only
+        assert {len(calls) for calls in backward} == {2}
         for same_call in [*zip(*forward, strict=True), *zip(*backward, strict=True)]:
             kinds, received, sent = {call[:3] for call in same_call}, *zip(*[c[3:] for c in same_call], strict=True)
             assert len(kinds) == 1, case
