@@ -145,6 +145,17 @@ def test_nothing_to_count_is_zero_with_a_graph(reduction, tokens):
     assert (weight.grad == 0).all()
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_that_are_all_zero_give_zero_and_not_nan(recompute):
+    hidden, weight, labels = inputs(torch.float64)
+    hidden.requires_grad_()
+    for options in ({"token_weight": torch.zeros(len(labels))}, {"class_weight": torch.zeros(len(weight))}):
+        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=4, recompute=recompute, **options)
+        assert loss.item() == 0.0
+        (gradient,) = torch.autograd.grad(loss, hidden)
+        assert (gradient == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_retained_graph_serves_several_backward_passes(reduction, dtype):
