@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nemotron_nano._count import ParameterCount as ParameterCount
     from nemotron_nano._count import count_parameters as count_parameters
+    from nemotron_nano._flops import flops_per_token as flops_per_token
     from nemotron_nano._presets import presets as presets
     from nemotron_nano.model import NemotronNano as NemotronNano
     from nemotron_nano.model_config import NemotronNanoConfig as NemotronNanoConfig
     from nemotron_nano.model_config import NemotronNanoConfigError as NemotronNanoConfigError
+    from nemotron_nano.planner import plan as plan
 
 _HOME = {
     "NemotronNano": "nemotron_nano.model",
@@ -20,6 +22,8 @@ _HOME = {
     "NemotronNanoConfigError": "nemotron_nano.model_config",
     "ParameterCount": "nemotron_nano._count",
     "count_parameters": "nemotron_nano._count",
+    "flops_per_token": "nemotron_nano._flops",
+    "plan": "nemotron_nano.planner",
     "presets": "nemotron_nano._presets",
 }
 

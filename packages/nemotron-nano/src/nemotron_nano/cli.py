@@ -1,4 +1,4 @@
-"""The command `nemotron-nano`: train, components, generate, export, report."""
+"""The command `nemotron-nano`: train, plan, components, generate, export, report."""
 
 import argparse
 import os
@@ -55,6 +55,21 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="go on from the latest checkpoint of the run's folder")
     train.add_argument("--dry-run", action="store_true", help="check the config, print it in full, start nothing")
     train.set_defaults(command=_train)
+
+    plan = commands.add_parser("plan", help="what each expert-parallel degree will cost", description=_plan.__doc__)
+    plan.add_argument("words", nargs="+", metavar="CONFIG... [key.path=value ...]", help="TOML files, then overrides")
+    plan.add_argument("--gpus", type=_positive, default=8, metavar="N", help="ranks (default 8)")
+    plan.add_argument("--memory", default="80GiB", metavar="SIZE", help="of a GPU (default 80GiB)")
+    plan.add_argument("--reserve", default="2GiB", metavar="SIZE", help="of it for driver and fragments (default 2GiB)")
+    plan.add_argument(
+        "--tflops", type=float, default=800.0, metavar="N", help="a GPU reaches in products (default 800)"
+    )
+    plan.add_argument("--intra", default="450GB/s", metavar="SPEED", help="of a GPU in its node (default 450GB/s)")
+    plan.add_argument("--link", default="50GB/s", metavar="SPEED", help="of a GPU to other nodes (default 50GB/s)")
+    plan.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="(default 8)")
+    plan.add_argument("--json", action="store_true", help="everything, as JSON")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="also draw it, as PNG, SVG or PDF")
+    plan.set_defaults(command=_plan)
 
     components = commands.add_parser("components", help="list the installed components")
     components.set_defaults(command=_components)
@@ -120,6 +135,35 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
     from nemotron_nano.train.launch import launch
 
     return launch("nemotron_nano", words, world_size)
+
+
+def _plan(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """What a step costs at every valid expert-parallel degree: memory, collectives, time; mesh.ep plays no part."""
+    files = [word for word in options.words if "=" not in word]
+    config = load_config(files, [*(word for word in options.words if "=" in word), "mesh.ep=1"])
+    validate(config, options.gpus)
+    from rich.console import Console
+
+    from nemotron_nano.planner import Hardware, parse_bytes, plan, show, to_json
+
+    hardware = Hardware(
+        memory=parse_bytes(options.memory),
+        reserve=parse_bytes(options.reserve),
+        tflops=options.tflops,
+        intra=parse_bytes(options.intra),
+        link=parse_bytes(options.link),
+        gpus_per_node=options.gpus_per_node,
+    )
+    result = plan(config, gpus=options.gpus, hardware=hardware)
+    if options.json:
+        print(to_json(result))
+    else:
+        show(result, Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH))
+    if options.plot:
+        from nemotron_nano.planner import plot
+
+        print(f"wrote {plot(result, options.plot)}", file=sys.stderr)
+    return 0
 
 
 def _components(options: argparse.Namespace, words: Sequence[str]) -> int:
