@@ -157,6 +157,30 @@ def test_values_take_the_dtype_of_the_model(folder):
     assert model.backbone.layers[1].mixer.router.bias.dtype == torch.float32
 
 
+def test_experts_of_another_dtype_are_filled_with_values_not_only_counted(folder):
+    """A cast makes a copy, and a loader that fills the copy leaves the weights as they were."""
+    model = tiny()
+    model.backbone.layers[1].mixer.experts.to(torch.bfloat16)
+    load_hf(model, folder)
+    want = expected_state(disk_tensors())
+    for name in ("up_proj", "down_proj"):
+        stack = getattr(model.backbone.layers[1].mixer.experts, name)
+        assert torch.equal(stack, want[f"backbone.layers.1.mixer.experts.{name}"].bfloat16())
+
+
+def test_the_index_decides_and_not_the_names_of_the_files(folder):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    odd = ("b", "model-00009-of-00002.part", "model")
+    names = {f"model-{i + 1:05d}-of-00003.safetensors": f"{odd[i]}.safetensors" for i in range(3)}
+    for old, new in names.items():
+        (folder / old).rename(folder / new)
+    index["weight_map"] = {key: names[name] for key, name in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = tiny()
+    load_hf(model, folder)
+    assert_equal(dict(model.state_dict()), expected_state(disk_tensors()))
+
+
 def test_what_was_saved_is_what_the_folder_held(folder, tmp_path):
     model = tiny()
     load_hf(model, folder)

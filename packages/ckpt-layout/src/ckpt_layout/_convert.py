@@ -211,9 +211,7 @@ def _to_dcp(view: View, target: Path, dtype: torch.dtype | None, step: Step) -> 
             planner=_ReadWhenWritten(view, dtypes, step),
             no_dist=True,
         )
-    host = partial / "host.pt"
-    torch.save({"optimizer": None, "scheduler": None}, host)
-    torch.save({}, partial / "rng-00000.pt")
+    torch.save({"optimizer": None, "scheduler": None}, partial / "host.pt")
     meta = {"format": 1, "step": 0, "world_size": 0, "torch": torch.__version__, "plugins": [], "state": {}}
     write_durably(partial / "meta.json", json.dumps(meta, indent=2).encode())
     publish(partial, target / "step-00000000")

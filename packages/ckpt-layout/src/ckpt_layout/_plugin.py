@@ -28,7 +28,8 @@ class DcpConfig:
     keep_last: int | None = attrs.field(default=None, validator=attrs.validators.optional(_at_least_one))
     """How many of the checkpoints written last are kept; unset: all."""
     background: bool = False
-    """Whether training goes on while a checkpoint, copied to the host, is written."""
+    """Whether training goes on while a checkpoint, copied to the host, is written. The event `checkpoint_saved` then
+    comes when the copy is taken; the folder is there before the next save, and before the run ends."""
 
 
 @attrs.define
