@@ -14,6 +14,7 @@ from chunked_loss import (
     clm_cross_entropy_loss_sum,
     compiled,
     global_denominator,
+    linear_cross_entropy,
 )
 from moe_core.testing import run_ranks
 
@@ -214,6 +215,28 @@ def test_denominator_is_the_global_count_over_the_ranks():
 
     assert run_ranks(counts, 4, False) == [(2.5, [2.5, 2.5], 1, 0)] * 4
     assert run_ranks(counts, 4, True) == [(1.0, [1.0, 1.0], 1, 0)] * 4
+
+
+def gradient_of_uneven_ranks(by_rank):
+    """D = 1, V = 2 and a head of zeros: each valid token adds -hidden / 2 to the gradient of its label's row."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (len(by_rank),), mesh_dim_names=("dp",))
+    value, labels = by_rank[dist.get_rank()]
+    weight = torch.zeros(2, 1, requires_grad=True)
+    parts = torch.tensor(labels).split(2)  # microbatches
+    denominator = global_denominator(parts, mesh)
+    for part in parts:
+        linear_cross_entropy(torch.full((len(part), 1), value), weight, part, denominator=denominator).backward()
+    dist.all_reduce(weight.grad)  # the mean over ranks, as FSDP and DDP take it
+    return (weight.grad / mesh.size()).flatten().tolist()
+
+
+def test_ranks_with_one_and_three_valid_tokens_weigh_as_many():
+    by_rank = [(1.0, [-100, 0, -100, -100]), (2.0, [0, 0, -100, 0])]
+    # -(1 * 1 + 3 * 2) / 2 over 4 tokens; a mean of the ranks' means would be -0.75
+    assert run_ranks(gradient_of_uneven_ranks, 2, by_rank) == [[-0.875, 0.875]] * 2
 
 
 def fsdp_gradients(labels_by_rank, chunk_tokens, microbatches, dtype=None, hsdp=False):
