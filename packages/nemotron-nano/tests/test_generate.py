@@ -57,6 +57,21 @@ def test_a_stream_gives_the_same_tokens(model):
     assert torch.equal(torch.stack(list(stream), dim=1), generate(model, tokens, 5)[:, 7:])
 
 
+def test_prompts_of_unequal_length_are_continued_as_if_alone(model):
+    prompts = [torch.randint(61, (length,)) for length in (7, 2, 1, 12)]
+    alone = [generate(model, prompt.unsqueeze(0), 6)[0] for prompt in prompts]
+    together = generate(model, prompts, 6)
+    assert [len(row) for row in together] == [13, 8, 7, 18]
+    assert all(torch.equal(ours, expected) for ours, expected in zip(together, alone, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(generate(model, prompts, 0), prompts, strict=True))
+    assert generate(model, [], 3) == []
+
+
+def test_unequal_prompts_that_cannot_be_continued_are_refused(model):
+    with pytest.raises(ValueError, match=r"\(1, 0\)"):
+        generate(model, [torch.zeros(2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)], 1)
+
+
 def test_sampling_follows_the_generator_and_the_probabilities(model):
     tokens = torch.randint(61, (1, 7)).expand(2000, -1)
     out = generate(model, tokens, 1, temperature=0.7, generator=torch.Generator().manual_seed(1))[:, -1]
@@ -89,7 +104,7 @@ def test_generation_leaves_no_trace_in_the_model(model):
 @pytest.mark.parametrize(
     ("tokens", "settings", "word"),
     [
-        ([torch.zeros(3), torch.zeros(2)], {}, "unequal length"),
+        ([torch.zeros(3), torch.zeros(2)], {}, "prompts of one length"),
         (torch.zeros(1, 0, dtype=torch.int64), {}, "at least 1"),
         (torch.zeros(1, 1, dtype=torch.int64), {"temperature": -1.0}, "temperature = -1.0"),
         (torch.zeros(1, 1, dtype=torch.int64), {"top_p": 0.0}, "top_p = 0.0"),
