@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     ("model", "nemotron_nano"): ("nemotron_nano.model_component", "NemotronNanoModelConfig", "build_model"),
+    ("transform", "compiled"): ("nemotron_nano.compiled", "CompiledConfig", "build_compiled"),
     ("optimizer", "adamw"): ("nemotron_nano.train.component", "AdamWConfig", "build_adamw"),
     ("scheduler", "warmup_cosine"): ("nemotron_nano.train.component", "WarmupCosineConfig", "build_warmup_cosine"),
     ("trainer", "pretrain"): ("nemotron_nano.train.component", "PretrainConfig", "build_pretrain"),
