@@ -116,9 +116,13 @@ def _convert(options: argparse.Namespace) -> int:
 def _progress(total: int) -> Iterator[Callable[[int], object]]:
     """A bar on a terminal, if the extra is there: pip install 'ckpt-layout[progress]'."""
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped]  # it has no types
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
     except ImportError:
         yield lambda count: None
         return
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        yield bar.update
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)
