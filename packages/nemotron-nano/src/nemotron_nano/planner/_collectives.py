@@ -53,7 +53,7 @@ def collectives_of_a_step(
 def _of_units(work: Workload, units: Iterable[Unit]) -> Iterator[Collective]:
     for unit in units:
         both = unit.gathered + unit.sharded
-        purpose = "experts' weights" if unit.name == "experts" else "other weights"
+        purpose = "experts' weights" if unit.name == "experts" else "weights"
         where = {"ranks": unit.shard, "stride": unit.stride}
         if unit.shard > 1:
             calls = unit.gathers_of_a_step(work.microbatches)

@@ -1,7 +1,6 @@
 """`plan`: what a step costs at every expert-parallel degree, and which one to take."""
 
 from collections.abc import Sequence
-from functools import cache
 
 import attrs
 
@@ -91,11 +90,12 @@ def plan(config: Config, *, gpus: int, hardware: Hardware | None = None) -> Plan
     rows = work.rows_per_rank(gpus)
     model = model_on_meta(work)
     names = len(list(model.parameters()))
+    loss, known = footprint_of_loss(work, meshes[0]), dict[tuple[str, bool, int], Footprint]()
     predictions = []
     for mesh in meshes:
         units = find_units(model, work, mesh)
         collectives = collectives_of_a_step(work, mesh, units, names)
-        memory = memory_of_a_step(work, mesh, units, _footprints(work, mesh), footprint_of_loss(work, mesh))
+        memory = memory_of_a_step(work, mesh, units, _footprints(work, mesh, known), loss)
         predictions.append(_predict(work, mesh, hardware, memory, collectives))
     chosen, why = _choose(predictions, hardware)
     return Plan(
@@ -131,16 +131,15 @@ def _valid_meshes(work: Workload, gpus: int) -> tuple[list[MeshConfig], dict[int
     return valid, refused
 
 
-def _footprints(work: Workload, mesh: MeshConfig) -> list[Footprint]:
-    """By layer; layers of a kind that are checkpointed alike are measured once."""
-
-    @cache
-    def measured(letter: str, checkpointed: bool, block: int) -> Footprint:
-        return footprint_of_layer(work, mesh, block)
-
-    first: dict[tuple[str, bool], int] = {}
-    kinds = [(letter, work.is_checkpointed(i)) for i, letter in enumerate(work.model.pattern)]
-    return [measured(*kind, first.setdefault(kind, i)) for i, kind in enumerate(kinds)]
+def _footprints(work: Workload, mesh: MeshConfig, known: dict[tuple[str, bool, int], Footprint]) -> list[Footprint]:
+    """By layer; layers that are alike, at other degrees too, are measured once."""
+    found = []
+    for block, letter in enumerate(work.model.pattern):
+        key = (letter, work.is_checkpointed(block), mesh.ep if letter == "E" else 1)
+        if key not in known:
+            known[key] = footprint_of_layer(work, mesh, block)
+        found.append(known[key])
+    return found
 
 
 def _stack(work: Workload) -> int:
