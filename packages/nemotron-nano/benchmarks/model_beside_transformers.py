@@ -2,9 +2,9 @@
 
     python packages/nemotron-nano/benchmarks/model_beside_transformers.py [--dtype float32 bfloat16] [--repeats 8]
 
-D 512, 64 experts of width 384, top-6, S 512; transformers multiplies its experts by `F.grouped_mm` and scans in
-plain torch. Both run in this process, in turns; a figure is processor time, the best of all turns. "Mixer" is a Mamba
-mixer whose two projections are left out on both sides. Targets: the models at most 0.85 of transformers', the mixer at most
+D 512, 64 experts of width 384, top-6, S 512; transformers multiplies its experts by `F.grouped_mm` and scans in plain
+torch. Both run in this process, in turns; a figure is processor time, the best of all turns. "Mixer" is a Mamba mixer
+whose two projections are left out on both sides. Targets: the models at most 0.85 of transformers', the mixer at most
 0.6.
 """
 

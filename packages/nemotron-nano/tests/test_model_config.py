@@ -70,6 +70,12 @@ def test_the_released_config_is_the_preset():
     assert [NANO.pattern.count(letter) for letter in "ME*"] == [23, 23, 6]
 
 
+def test_mambas_width_is_heads_times_head_dim_and_not_expand_times_hidden_size():
+    config = NemotronNanoConfig.from_hf(HUB)
+    assert HUB["expand"] * HUB["hidden_size"] == 5376
+    assert (config.mamba_hidden_size, config.conv_channels) == (4096, 6144)
+
+
 @pytest.mark.parametrize("kinds", [KINDS, {"M": "linear_attention", "E": "moe", "*": "full_attention"}])
 def test_both_spellings_of_the_layers(kinds):
     as_list = {key: value for key, value in HUB.items() if key != "hybrid_override_pattern"}

@@ -151,6 +151,53 @@ def test_every_layout_gets_the_same_global_weights(layout, world, num_experts):
         assert torch.equal(whole[name], weight), name
 
 
+def small_at(ep: int, seed: int):
+    """Digests of the global weights of `small` under expert parallelism and FSDP, as one rank sees them."""
+    import hashlib
+
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    from ep_dispatch import shard_experts
+    from ep_mesh import MeshConfig, build_mesh, resolve_sub_mesh
+    from fsdp_ep import fully_shard_moe
+    from nemotron_nano import NemotronNano, presets
+
+    mesh = build_mesh(MeshConfig(ep=ep).resolve(dist.get_world_size()), "cpu")
+    ep_mesh = resolve_sub_mesh(mesh, "ep")
+    model = shard_experts(NemotronNano(presets["small"], device="meta"), ep_mesh)
+    fully_shard_moe(
+        model,
+        dp_mesh=resolve_sub_mesh(mesh, "dp_shard"),
+        ep_mesh=ep_mesh,
+        expert_dp_mesh=resolve_sub_mesh(mesh, "dp_shard_mod_ep"),
+        blocks=list(model.backbone.layers),
+    )
+    model.to_empty(device="cpu")
+    model.init_weights(seed)
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    return {n: hashlib.sha256(p.detach().contiguous().numpy().tobytes()).hexdigest() for n, p in whole.items()}
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_small_has_the_same_weights_at_every_degree_bit_for_bit(ep):
+    import hashlib
+
+    model = built(presets["small"], seed=5)
+    expected = {n: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for n, p in model.named_parameters()}
+    assert run_ranks(small_at, 4, ep, 5, timeout=120)[2] == expected
+
+
+def test_what_a_file_holds_is_not_drawn_again(tmp_path):
+    from ckpt_layout import load_hf, save_hf
+
+    model, other = built(TINY, seed=1), built(TINY, seed=2)
+    save_hf(model, tmp_path, family="nemotron_h", config=TINY.to_hf())
+    load_hf(other, tmp_path, family="nemotron_h")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], weight), name
+
+
 def placed(order: str):
     """Each rank's rows of one uneven matrix, under placements made by hand."""
     import torch

@@ -102,6 +102,34 @@ def test_logits_equal_transformers(config, shape):
     assert (ours - hf).abs().max() < 1e-4
 
 
+def test_every_layer_gives_what_transformers_layer_gives():
+    model, oracle = both(CONFIG)
+    outputs = {"ours": [], "theirs": []}
+    for name, layers in (("ours", model.backbone.layers), ("theirs", oracle.model.layers)):
+        for layer in layers:
+            layer.register_forward_hook(lambda _m, _i, out, kept=outputs[name]: kept.append(out))
+    tokens = torch.randint(61, (2, 53), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model.eval()(tokens), oracle.eval()(tokens, use_cache=False)
+    assert len(outputs["ours"]) == len(CONFIG.pattern)
+    for letter, ours, hf in zip(CONFIG.pattern, *outputs.values(), strict=True):
+        hf = hf[0] if isinstance(hf, tuple) else hf
+        assert (ours - hf).norm() / hf.norm() < 1e-5, letter
+
+
+def test_groups_are_limited_where_all_biased_scores_are_negative():
+    model, _ = both(GROUPED)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("router.bias"):
+                buffer.sub_(1.5)  # a masked group at 0 would then beat every group that is allowed
+    tokens = torch.randint(61, (2, 53), generator=torch.Generator().manual_seed(1))
+    oracle = as_transformers(model)
+    with torch.no_grad():
+        ours, hf = model.eval()(tokens), oracle.eval()(tokens, use_cache=False).logits
+    assert (ours - hf).norm() / hf.norm() < 1e-5
+
+
 def test_gradients_equal_transformers():
     model, oracle = both(CONFIG)
     tokens = torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""The component ("transform", "compiled"): blocks of the chosen kinds under `torch.compile`. Its config needs no torch."""
+"""The component ("transform", "compiled"): blocks of chosen kinds under `torch.compile`. The config needs no torch."""
 
 from typing import TYPE_CHECKING
 
