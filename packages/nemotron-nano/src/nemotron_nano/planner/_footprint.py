@@ -23,7 +23,7 @@ from moe_core.plugins import Batch, Run
 from nemotron_nano.model import Layer, NemotronNano, RMSNorm
 from nemotron_nano.planner._collectives import rows_received, rows_sent
 from nemotron_nano.planner._units import expert_share
-from nemotron_nano.planner._workload import Workload
+from nemotron_nano.planner._workload import Workload, innermost
 
 
 @attrs.frozen(kw_only=True)
@@ -65,7 +65,8 @@ def footprint_of_loss(work: Workload, mesh: MeshConfig) -> Footprint:
     """Of the final norm, the head and the loss."""
     dtype = getattr(torch, work.param_dtype)
     end = _End(work).to(dtype)
-    loss = work.config["loss"].build(Run(work.config))
+    # uncompiled: what is fused holds no more than this
+    loss = innermost(work.config["loss"]).build(Run(work.config))
     shape = (work.rows_per_rank(mesh.world_size), work.sequence_length)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
 

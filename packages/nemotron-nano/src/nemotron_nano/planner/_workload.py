@@ -128,9 +128,7 @@ def _of_sharding(transforms: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_loss(selected: Any, model: NemotronNanoConfig) -> dict[str, Any]:
-    inner = selected
-    while getattr(inner.config, "inner", None) is not None:
-        inner = inner.config.inner
+    inner = innermost(selected)
     if inner.name not in ("clm_cross_entropy", "chunked_clm_cross_entropy"):
         raise PlanError("loss.type", inner.name, "its cost is not known")
     auxiliary = 0
@@ -142,3 +140,10 @@ def _of_loss(selected: Any, model: NemotronNanoConfig) -> dict[str, Any]:
         "loss_parts": own + bool(inner.config.z_loss) + auxiliary,
         "keep_head_unsharded": getattr(inner.config, "keep_head_unsharded", False),
     }
+
+
+def innermost(selected: Any) -> Any:
+    """The loss that others, such as "compiled", wrap."""
+    while getattr(selected.config, "inner", None) is not None:
+        selected = selected.config.inner
+    return selected
