@@ -27,9 +27,12 @@ VARIANTS = [
         "data.microbatches=2",
         "model.aux_loss_coefficient=0.01",
     ],
-    [_transforms(EP, '{type="fsdp", separate_lm_head=true, param_dtype="bfloat16", reduce_dtype="bfloat16"}')],
     [
-        _transforms('{type="expert_parallelized", dispatcher={type="all_to_all", check_splits=true}}', FULL, FSDP),
+        _transforms(
+            '{type="expert_parallelized", dispatcher={type="all_to_all", check_splits=true}}',
+            FULL,
+            '{type="fsdp", separate_lm_head=true, param_dtype="bfloat16", reduce_dtype="bfloat16"}',
+        ),
         "model.z_loss_coefficient=0.01",
     ],
 ]
