@@ -76,6 +76,17 @@ def test_a_sequence_of_one_token_forgets_nothing():
     assert not grad.any()
 
 
+@pytest.mark.parametrize(("b", "S"), [(0, 5), (2, 0), (0, 0)])
+def test_no_tokens_give_nothing_and_gradients_of_zero(b, S):
+    tensors = [tensor.requires_grad_() for tensor in inputs(S, b=b)]
+    y, state = ssd_scan(*tensors, chunk_size=4)
+    assert y.shape == tensors[0].shape
+    assert state.shape == (b, 6, 5, 7)
+    assert not state.any()
+    (y.sum() + state.sum()).backward()
+    assert all((tensor.grad == 0).all() for tensor in tensors)
+
+
 def test_scan_in_float64_passes_gradcheck():
     args = [x.double().requires_grad_() for x in inputs(9, b=1, H=2, P=2, G=1, N=3, spread=1.0)]
     assert torch.autograd.gradcheck(lambda *xs: ssd_scan(*xs, chunk_size=4), args)

@@ -44,7 +44,10 @@ def ssd_scan(
 
     Returns:
         y [b, S, H, P] and the state [b, H, P, N], in fp32 (fp64 for fp64 input), without the skip term `D u`.
+        All sizes may be 0 but those of a head.
     """
+    if 0 in u.shape[:2]:
+        return _of_no_tokens(u, delta, A, B, C, initial_state)
     dtype = torch.promote_types(u.dtype, torch.float32)
     batch, tokens = u.shape[:2]
     length = min(chunk_size, tokens)
@@ -59,6 +62,17 @@ def ssd_scan(
     y = _WithinChunks.apply(x, log_decay, B, C, reach.within)
     y = torch.addcmul(y, _from_before(C, at_start), from_start.unsqueeze(-1))
     return _out_of_chunks(y, batch)[:, :tokens], final
+
+
+def _of_no_tokens(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What `ssd_scan` returns, with a graph to all: a rank without rows has gradients of zero like any other."""
+    dtype = torch.promote_types(u.dtype, torch.float32)
+    graph = torch.stack([tensor.sum().to(dtype) for tensor in (delta, A, B, C)]).sum() * 0
+    empty = (u.shape[0], u.shape[2], u.shape[3], B.shape[3])
+    state = u.new_zeros(empty, dtype=dtype) if initial_state is None else initial_state.to(dtype)
+    return u.to(dtype) + graph, state + graph
 
 
 def ssd_step(state: Tensor, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
