@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent
 WORK = ROOT / ".nox"
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
-TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile")
+TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+"""In the order that is given; xdist would begin with the files that have the most tests, not with the longest."""
 SHARED = WORK / "shared"
 TORCH_ONLY = WORK / "torch-only"
 
