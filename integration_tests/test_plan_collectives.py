@@ -1,11 +1,12 @@
 """The planner's collectives, calls and bytes, equal those counted in a step of the trainer, at every layout."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-WORDS = ["tracker=[]", "data.sequence_length=24", "data.global_batch_size=16"]
+WORDS = ["tracker=[]", "data.sequence_length=6", "data.global_batch_size=8", "model.hidden_size=64"]
 EP = '{type="expert_parallelized"}'
 FULL, SELECTIVE, SECOND = (
     f'{{type="activation_checkpointed", mode="{mode}", every=2}}' for mode in ("full", "selective", "every_nth")
@@ -101,9 +102,12 @@ def _by_kind(counts: list[dict[str, int]]) -> Counter[str]:
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=lambda value: str(value).replace("mesh.", ""))
 def test_planned_collectives_are_those_counted(
-    on_ranks: Any, device_type: str, world_size: int, layout: list[str]
+    on_ranks: Any, device_type: str, tmp_path: Path, world_size: int, layout: list[str]
 ) -> None:
-    variants = [WORDS + variant + layout for variant in VARIANTS]
+    for number in range(40):  # read sooner than the files that are the default
+        (tmp_path / f"{number}.txt").write_text(f"text {number} " * 50)
+    data = ["data.type=text_files", f"data.folder={tmp_path}", "data.validation_fraction=0.2"]
+    variants = [WORDS + data + variant + layout for variant in VARIANTS]
     results = on_ranks(counted, world_size, variants, device_type, timeout=300)
     for index, words in enumerate(variants):
         # bytes of rows depend on the router's choices rank by rank, and not in their sum
