@@ -19,7 +19,7 @@ def device_type() -> str:
 def on_ranks(device_type: str) -> Callable[..., list[Any]]:
     """`run_ranks` on the device under test; a test that needs more devices than there are is skipped."""
 
-    def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300) -> list[Any]:
         if device_type != "cpu" and world_size > (found := torch.accelerator.device_count()):
             # on the CPU any number of ranks runs, so nothing is skipped there
             pytest.skip(f"needs {world_size} devices, and there are {found}")

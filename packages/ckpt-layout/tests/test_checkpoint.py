@@ -168,19 +168,19 @@ def assert_same(mine, want):
 def test_every_layout_loads_what_every_other_saved_bit_by_bit(tmp_path):
     """World 1, 2 and 4, ep 1, 2 and 4, replicas: weights and moments, then one more step."""
     experts = 10  # 3, 3, 3, 1 at ep 4
-    (first, after_a_step), *_ = run_ranks(save_run, 1, [PLAIN], tmp_path, experts)[0]
+    (first, after_a_step), *_ = run_ranks(save_run, 1, [PLAIN], tmp_path, experts, timeout=240)[0]
     assert "experts.up_proj/exp_avg" in first[0]
     assert not any(name.startswith("unused/") for name in first[0])
     assert first[0]["dense.weight/step"] == 3
     for ranks in (2, 4):
-        for states in run_ranks(save_run, ranks, LAYOUTS[ranks], tmp_path, experts):
+        for states in run_ranks(save_run, ranks, LAYOUTS[ranks], tmp_path, experts, timeout=240):
             for saved, later in states:
                 assert_same(saved, first)
                 assert_same(later, after_a_step)
     sources = [layout for layouts in LAYOUTS.values() for layout in layouts]
     pairs = set()
     for ranks, layouts in LAYOUTS.items():
-        for found in run_ranks(load_run, ranks, layouts, tmp_path, sources, experts):
+        for found in run_ranks(load_run, ranks, layouts, tmp_path, sources, experts, timeout=240):
             for pair, (state, loaded, later) in found.items():
                 assert state == {"seen": [1, 2.5], "step": 3}, pair
                 assert_same(loaded, first)
@@ -213,7 +213,7 @@ def test_random_layouts_and_numbers_of_experts(experts, saved, loaded):
 
     # a fully sharded stack may leave ranks empty; one that FSDP splits further on the ep axis may not
     assume(all(s == 1 or ep == 1 or -(-experts // ep) * (ep - 1) < experts for _, s, ep in (saved, loaded)))
-    for before, after, back, later in run_ranks(there_and_back, 4, saved, loaded, experts):
+    for before, after, back, later in run_ranks(there_and_back, 4, saved, loaded, experts, timeout=240):
         assert_same(back, before)
         assert_same(later, after)
 
