@@ -106,6 +106,7 @@ def test_one_gather_a_call_and_one_reduction_a_step_whatever_the_chunks(on_ranks
             assert (result["gradient"] - expected).norm() <= 1e-6 * expected.norm()
 
 
+# what is tested is torch's attribute, which 2.11 may lack; the pinned torch has it, so CI skips nothing here
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch without grad_dtype")
 def test_a_bf16_head_hands_an_fp32_gradient_to_the_reduction(on_ranks, device_type):
     bf16 = WORDS[0].replace("separate_lm_head=true", 'separate_lm_head=true, param_dtype="bfloat16"')

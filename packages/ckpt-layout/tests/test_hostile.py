@@ -244,12 +244,14 @@ def test_a_full_disk(tmp_path):
     """A real one, of 2 MB, in a mount namespace of its own."""
     unshare = shutil.which("unshare")
     if unshare is None:
+        # macOS has no way to mount without root
         pytest.skip("needs Linux's unshare, to mount a small disk")
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = f'mount -t tmpfs -o size=2m tmpfs "{disk}"'
     command = [unshare, "--user", "--map-root-user", "--mount", "sh", "-c"]
     if subprocess.run([*command, mount], capture_output=True, check=False).returncode:
+        # containers may forbid user namespaces, and a full disk cannot be had otherwise
         pytest.skip("this machine lets nobody mount a small disk in a namespace")
     done = subprocess.run(
         [*command, f'{mount} && exec "{sys.executable}" -c "$0" "{disk}"', FULL_DISK],

@@ -55,7 +55,7 @@ def removed_on_failure(partial: Path) -> Iterator[None]:
     """
     try:
         yield
-    except Exception:
+    except Exception:  # whatever it was: it is raised again below, once the folder is gone
         if world()[0] == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
