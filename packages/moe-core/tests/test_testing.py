@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 
 import pytest
 import torch
@@ -28,9 +29,11 @@ def test_every_call_starts_from_the_same_state():
         torch.set_default_dtype(torch.float64)
         torch.set_num_threads(2)
         torch.set_grad_enabled(False)
+        warnings.simplefilter("error")
         return torch.rand(1).item()
 
     def look():
+        warnings.warn("shown, not raised", stacklevel=1)
         return torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(), torch.rand(1).item()
 
     run_ranks(disturb, 2)

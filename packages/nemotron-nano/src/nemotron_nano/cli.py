@@ -5,9 +5,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from moe_core.config import load_config, validate
 from moe_core.plugins import load_registry
+from nemotron_nano._exit import leave
 from nemotron_nano.errors import is_user_error
 from nemotron_nano.train.start import check_start
 
@@ -16,6 +18,11 @@ PIPE_WIDTH = 500
 
 USER_ERROR = 2
 """Exit status of a mistake in what the user gave; nothing was started."""
+
+
+def command() -> NoReturn:
+    """`main` as a process of its own."""
+    leave(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,7 +32,8 @@ def main(descriptor: int) -> None:
 def _answer(*call: Any) -> bytes:
     try:
         # pickled while the group is alive: a result may be a DTensor
-        return cloudpickle.dumps((True, time.time(), _run(*call)))
+        with warnings.catch_warnings():
+            return cloudpickle.dumps((True, time.time(), _run(*call)))
     except (Exception, SystemExit):  # whatever the function raises goes to the caller
         return cloudpickle.dumps((False, time.time(), traceback.format_exc()))
 
