@@ -34,9 +34,11 @@ class HeadCall:
 
     def finish(self, hidden: Tensor) -> None:
         """After the head's call on `hidden`."""
-        if self._loss is None or not self._loss.requires_grad:
+        # held no longer: its hooks hold this object, and no collector sees a circle that leads through a graph
+        loss, self._loss = self._loss, None
+        if loss is None or not loss.requires_grad:
             return
-        self._loss.register_hook(lambda _: self._after_fsdp())
+        loss.register_hook(lambda _: self._after_fsdp())
         if self._keeps_unsharded and hidden.requires_grad:
             # its gradient comes after the head's backward is over
             hidden.register_hook(lambda _: self._head.set_reshard_after_backward(True, recurse=False))
