@@ -43,7 +43,7 @@ def borders(S: int, chunk: int) -> Tensor:
     """Documents of one token and of many, borders inside chunks, and in one of the two rows at all their edges."""
     starts = torch.rand(2, S, generator=torch.Generator().manual_seed(S)) < 0.1
     starts[:, :: chunk if chunk > 1 else 9] |= torch.tensor([[True], [False]])
-    return starts.cumsum(1)
+    return 4 - starts.cumsum(1) % 2  # two numbers that come back, each time for another document
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,7 @@ DOCUMENTS = {
     "one": None,
     "inside the window": [[0, 0, 1, 2, 2, 2, 2, 2, 5, 5, 5], [0] * 11],
     "single tokens": [list(range(11)), [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2]],
+    "numbers that come back": [[3, 8, 3, 8, 3, 3, 8, 3, 8, 8, 3], [0] * 11],
 }
 
 
@@ -153,7 +154,8 @@ def test_conv_and_gradients_equal_a_loop(monkeypatch, documents, cached):
     monkeypatch.setattr(conv, "_CACHED", cached)
     g = torch.Generator().manual_seed(0)
     documents = documents and DOCUMENTS[documents]
-    packed = None if documents is None else torch.tensor(documents).repeat(1, 4) + 7 * torch.arange(44) // 11 * 7
+    packed = None if documents is None else torch.tensor(documents).repeat(1, 4)
+    numbers = None if packed is None else (packed.diff(prepend=packed[:, :1]) != 0).cumsum(1)
     shapes = ((2, 44, 6), (6, 4), (6,), (2, 3, 6))
     args = [torch.randn(*s, generator=g, dtype=torch.float64).requires_grad_() for s in shapes]
     if packed is not None:
@@ -161,12 +163,24 @@ def test_conv_and_gradients_equal_a_loop(monkeypatch, documents, cached):
     upstream = [torch.randn(2, 44, width, generator=g, dtype=torch.float64) for width in (3, 2, 1)]
     wide = torch.cat([args[0], args[0]], dim=-1)[..., :6]  # as from a projection: rows with more behind them
     got = conv.causal_conv_silu(wide, *args[1:3], [3, 2, 1], before=args[3], segments=packed)
-    expected = conv_loop(*args, packed)
+    expected = conv_loop(*args, numbers)
     inputs = args if packed is None else args[:3]
     grads = torch.autograd.grad(got, inputs, upstream)
     wanted = torch.autograd.grad(expected, inputs, upstream)
     for mine, theirs in zip((*got, *grads), (*expected, *wanted), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("b", "S"), [(0, 5), (2, 0)])
+def test_conv_of_no_tokens_has_gradients_of_zero(b, S):
+    args = [torch.randn(*s).requires_grad_() for s in ((b, S, 6), (6, 4), (6,), (b, 3, 6))]
+    segments = torch.zeros(b, S, dtype=torch.int64)
+    outputs = conv.causal_conv_silu(*args[:3], [3, 2, 1], segments=segments)
+    assert [tuple(y.shape) for y in outputs] == [(b, S, 3), (b, S, 2), (b, S, 1)]
+    outputs = conv.causal_conv_silu(*args[:3], [3, 2, 1], before=args[3])
+    grads = torch.autograd.grad(torch.cat(outputs, -1).sum(), args)
+    assert [grad.shape for grad in grads] == [tensor.shape for tensor in args]
+    assert not any(grad.any() for grad in grads)
 
 
 @pytest.mark.parametrize("S", [1, 2, 3])
