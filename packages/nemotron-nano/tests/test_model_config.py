@@ -171,7 +171,7 @@ def test_tiny_has_every_block_kind_and_sizes_that_are_fast():
 def test_the_component_overrides_every_field_of_the_model():
     model = {field.name for field in attrs.fields(NemotronNanoConfig) if not field.name.endswith("_token_id")}
     component = {field.name for field in attrs.fields(NemotronNanoModelConfig)}
-    assert component - model == {"preset", "from_hf", "grouped_gemm"}
+    assert component - model == {"preset", "from_hf", "grouped_gemm", "mamba_kernels"}
     assert model <= component
 
 

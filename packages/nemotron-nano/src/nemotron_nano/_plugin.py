@@ -34,7 +34,7 @@ def moe_validate(config: "Config", world_size: int) -> list[Problem]:
     from nemotron_nano.model_component import NemotronNanoModelConfig, problems
 
     model = config["model"].config
-    found = problems(model) if isinstance(model, NemotronNanoModelConfig) else []
+    found = problems(model, config.run.device_type) if isinstance(model, NemotronNanoModelConfig) else []
     return found + _unused_axes(config) + validate_text(config, world_size)
 
 

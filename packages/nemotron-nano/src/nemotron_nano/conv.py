@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nemotron_nano._mamba_kernels import MambaKernels
+from nemotron_nano._segments import number_runs
+
 
 def causal_conv_silu(
     x: Tensor,
@@ -17,6 +20,7 @@ def causal_conv_silu(
     *,
     before: Tensor | None = None,
     segments: Tensor | None = None,
+    kernels: MambaKernels = "torch",
 ) -> tuple[Tensor, ...]:
     """silu(bias + sum over d of weight[:, k-1-d] * x_{t-d}), as k shifted multiply-adds, split by channels.
 
@@ -28,11 +32,21 @@ def causal_conv_silu(
         weight: [channels, k]; bias: [channels]. In fp32 or fp64, which is what is computed in and returned.
         widths: how many channels each result has; they add up to all.
         before: [b, k-1, channels], the inputs before the first token; None: zeros.
-        segments: [b, S] integers; no input of another segment is seen. None: one segment. Not with `before`.
+        segments: [b, S] integers; no input from before a change of the number is seen. None: one segment. Not with
+            `before`.
+        kernels: "cuda" computes it by causal-conv1d's, in fp32; k 2 to 4 and a multiple of 8 channels.
 
     Returns:
         For each width [b, S, width].
+
+    Raises:
+        NemotronNanoConfigError: "cuda" without its package, on another device, or in fp64.
     """
+    segments = None if segments is None else number_runs(segments)
+    if kernels == "cuda" and 0 not in x.shape[:2]:
+        from nemotron_nano import _cuda_kernels
+
+        return _cuda_kernels.conv_silu(x, weight, bias, before=before, segments=segments).split(tuple(widths), dim=-1)
     taps = weight.t().contiguous()  # with strides the products are three times slower
     out: tuple[Tensor, ...] = _CausalConvSilu.apply(x, taps, bias, before, segments, tuple(widths))
     return out
@@ -69,7 +83,7 @@ class _CausalConvSilu(torch.autograd.Function):
         dx, d_before = torch.empty_like(x, memory_format=torch.contiguous_format), None
         d_taps, d_bias = torch.zeros_like(taps), torch.zeros_like(bias)
         if before is not None:
-            d_before = torch.empty_like(before)
+            d_before = torch.zeros_like(before)  # all that there is where no token follows
         kernel, after = taps.shape[0], taps.new_empty(0)
         for rows, tokens in reversed(_blocks(x)):
             window = _window(x, before, rows, tokens, taps)

@@ -21,9 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core import MoE, MoEConfig, Routing, router_z_loss, sequence_balance_loss
+from nemotron_nano._flops import flops_per_token
+from nemotron_nano._mamba_kernels import MambaKernels, kernel_faults
+from nemotron_nano._segments import number_runs
 from nemotron_nano.conv import causal_conv_silu
 from nemotron_nano.initialization import init_weights
-from nemotron_nano.model_config import NemotronNanoConfig
+from nemotron_nano.model_config import Fault, NemotronNanoConfig, NemotronNanoConfigError
 from nemotron_nano.ssd import ssd_scan, ssd_step
 
 
@@ -47,7 +50,11 @@ class NemotronNano(nn.Module):
 
     Args:
         grouped_gemm: the experts' matrix product, as `moe_core.GroupedExperts` takes it.
+        mamba_kernels: "cuda" runs Mamba's convolution and scan by causal-conv1d and mamba-ssm instead of plain torch.
         dtype: of all parameters except those that stay in fp32 (the router's, and Mamba's A, D and dt_bias).
+
+    Raises:
+        NemotronNanoConfigError: kernels that cannot run this model, or not here.
     """
 
     def __init__(
@@ -55,13 +62,15 @@ class NemotronNano(nn.Module):
         config: NemotronNanoConfig,
         *,
         grouped_gemm: Any = "auto",
+        mamba_kernels: MambaKernels = "torch",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.backbone = Backbone(config, grouped_gemm, **factory)
+        _check_kernels(config, mamba_kernels, **factory)
+        self.backbone = Backbone(config, grouped_gemm, mamba_kernels, **factory)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
         self._auxiliary: list[Tensor] = []
         if not self.lm_head.weight.is_meta:
@@ -85,7 +94,8 @@ class NemotronNano(nn.Module):
         """
         if document_ids is not None and cache is not None:
             raise ValueError("document_ids with a cache: packed documents cannot be continued; pass one of the two")
-        hidden, self._auxiliary = self.backbone(tokens, _segments(document_ids), cache)
+        segments = None if document_ids is None else number_runs(document_ids)
+        hidden, self._auxiliary = self.backbone(tokens, segments, cache)
         return hidden if return_hidden else _fp32(self.lm_head(hidden))
 
     def auxiliary_losses(self) -> dict[str, Tensor]:
@@ -101,6 +111,10 @@ class NemotronNano(nn.Module):
         sums = torch.stack(layers).sum(0)
         return {name: weight * sums[i] for i, (name, weight) in enumerate(weights.items()) if weight}
 
+    def flops_per_token(self, sequence_length: int) -> int:
+        """As `nemotron_nano.flops_per_token`: what a trainer computes MFU from."""
+        return flops_per_token(self.config, sequence_length)
+
     def new_cache(self) -> list[LayerState]:
         """An empty memory for `forward(..., cache=)`: one state per layer, filled in place."""
         return [LayerState() for _ in self.backbone.layers]
@@ -110,20 +124,32 @@ class NemotronNano(nn.Module):
         init_weights(self, self.config, seed)
 
 
-def _segments(document_ids: Tensor | None) -> Tensor | None:
-    """Number the runs of equal ids in each row, so that an id that comes back is another document."""
-    if document_ids is None:
-        return None
-    return F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0)).cumsum(1)
+def _check_kernels(
+    config: NemotronNanoConfig, kernels: MambaKernels, device: torch.device | str | None, dtype: torch.dtype | None
+) -> None:
+    faults = [*kernel_faults(config, kernels, torch.empty(0, device=device).device.type)]
+    uses_cuda = kernels == "cuda" and "M" in config.pattern
+    if uses_cuda and dtype == torch.float64:
+        faults.append(Fault("mamba_kernels", kernels, "causal-conv1d and mamba-ssm take no float64; use 'torch'"))
+    if faults:
+        raise NemotronNanoConfigError(faults)
+    if uses_cuda:
+        from nemotron_nano._cuda_kernels import require_packages
+
+        require_packages()
 
 
 class Backbone(nn.Module):
     """Embedding, layers, final norm: tokens [B, S] -> hidden [B, S, D], and the layers' auxiliary losses."""
 
-    def __init__(self, config: NemotronNanoConfig, grouped_gemm: Any, **factory: Any) -> None:
+    def __init__(
+        self, config: NemotronNanoConfig, grouped_gemm: Any, mamba_kernels: MambaKernels, **factory: Any
+    ) -> None:
         super().__init__()
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
-        self.layers = nn.ModuleList(Layer(config, letter, grouped_gemm, **factory) for letter in config.pattern)
+        self.layers = nn.ModuleList(
+            Layer(config, letter, grouped_gemm, mamba_kernels, **factory) for letter in config.pattern
+        )
         self.norm_f = RMSNorm(config.hidden_size, config.norm_eps, **factory)
 
     def forward(
@@ -145,14 +171,21 @@ class Layer(nn.Module):
     They are an output, so that activation checkpointing and FSDP treat them as one.
     """
 
-    def __init__(self, config: NemotronNanoConfig, letter: str, grouped_gemm: Any, **factory: Any) -> None:
+    def __init__(
+        self,
+        config: NemotronNanoConfig,
+        letter: str,
+        grouped_gemm: Any,
+        mamba_kernels: MambaKernels = "torch",
+        **factory: Any,
+    ) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
         self.mixes_tokens = letter in "M*"
         self.has_losses = letter == "E" and config.aux_loss_coefficient + config.z_loss_coefficient > 0
         self.mixer: Any
         if letter == "M":
-            self.mixer = Mamba2(config, **factory)
+            self.mixer = Mamba2(config, mamba_kernels, **factory)
         elif letter == "*":
             self.mixer = Attention(config, **factory)
         elif letter == "E":
@@ -219,7 +252,7 @@ class Mamba2(nn.Module):
     Source: Dao and Gu, "Transformers are SSMs" (2024).
     """
 
-    def __init__(self, config: NemotronNanoConfig, **factory: Any) -> None:
+    def __init__(self, config: NemotronNanoConfig, kernels: MambaKernels, **factory: Any) -> None:
         super().__init__()
         inner, conv, heads = config.mamba_hidden_size, config.conv_channels, config.mamba_num_heads
         groups, states = config.mamba_num_groups, config.ssm_state_size
@@ -227,8 +260,8 @@ class Mamba2(nn.Module):
         self.of_token = [inner, conv, heads]  # z | u, B, C | dt
         self.of_conv = [inner, groups * states, groups * states]  # u | B | C
         self.in_proj = nn.Linear(config.hidden_size, sum(self.of_token), bias=False, **factory)
-        self.conv1d = CausalConv1d(self.of_conv, config.conv_kernel, **factory)
-        self.ssm = StateSpace(heads, config.chunk_size, device=factory.get("device"))
+        self.conv1d = CausalConv1d(self.of_conv, config.conv_kernel, kernels, **factory)
+        self.ssm = StateSpace(heads, config.chunk_size, kernels, device=factory.get("device"))
         self.norm = GatedRMSNorm(inner, groups, config.norm_eps, **factory)
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=False, **factory)
 
@@ -244,18 +277,21 @@ class Mamba2(nn.Module):
 class CausalConv1d(nn.Module):
     """Depthwise convolution over the last `kernel` tokens, then SiLU: [B, S, channels] -> u, B and C, fp32."""
 
-    def __init__(self, widths: list[int], kernel: int, **factory: Any) -> None:
+    def __init__(self, widths: list[int], kernel: int, kernels: MambaKernels, **factory: Any) -> None:
         super().__init__()
-        self.widths = widths
+        self.widths, self.kernels = widths, kernels
         self.weight = nn.Parameter(torch.empty(sum(widths), 1, kernel, **factory))
         self.bias = nn.Parameter(torch.empty(sum(widths), **factory))
 
     def forward(self, x: Tensor, segments: Tensor | None = None, state: LayerState | None = None) -> tuple[Tensor, ...]:
         weight, bias = _fp32(self.weight.squeeze(1)), _fp32(self.bias)
         before = None if state is None else state.conv
+        kernels = self.kernels
         if state is not None:
             state.conv = _last_inputs(before, _fp32(x), weight.shape[1] - 1)
-        return causal_conv_silu(x, weight, bias, self.widths, before=before, segments=segments)
+            if x.shape[1] == 1:
+                kernels = "torch"  # as the scan: one step is a few small operations
+        return causal_conv_silu(x, weight, bias, self.widths, before=before, segments=segments, kernels=kernels)
 
 
 def _last_inputs(before: Tensor | None, x: Tensor, count: int) -> Tensor:
@@ -274,9 +310,11 @@ class StateSpace(nn.Module):
 
     keep_in_fp32 = True
 
-    def __init__(self, heads: int, chunk_size: int, *, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, heads: int, chunk_size: int, kernels: MambaKernels, *, device: torch.device | str | None = None
+    ) -> None:
         super().__init__()
-        self.chunk_size = chunk_size
+        self.chunk_size, self.kernels = chunk_size, kernels
         for name in ("A_log", "D", "dt_bias"):
             setattr(self, name, nn.Parameter(torch.empty(heads, device=device, dtype=torch.float32)))
 
@@ -302,7 +340,8 @@ class StateSpace(nn.Module):
             y, after = ssd_step(before, u[:, 0], delta[:, 0], A, B[:, 0], C[:, 0])
             y = y.unsqueeze(1)
         else:
-            y, after = ssd_scan(u, delta, A, B, C, chunk_size=self.chunk_size, segments=segments, initial_state=before)
+            options: dict[str, Any] = {"chunk_size": self.chunk_size, "kernels": self.kernels}
+            y, after = ssd_scan(u, delta, A, B, C, segments=segments, initial_state=before, **options)
         if state is not None:
             state.ssm = after
         return torch.addcmul(y, u, self.D.unsqueeze(-1))

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from moe_core.plugins import Problem
+from moe_core.plugins import Problem, Selected, component_field
+from nemotron_nano._mamba_kernels import MambaKernels, kernel_faults
 from nemotron_nano._presets import presets
 from nemotron_nano.model_config import Fault, NemotronNanoConfig, NemotronNanoConfigError
 
@@ -23,8 +24,10 @@ class NemotronNanoModelConfig:
     """tiny, small, nano-16l or nano-30b-a3b."""
     from_hf: str | None = None
     """A Hugging Face `config.json`, or a folder with one, to take the sizes from instead of the preset."""
-    grouped_gemm: Literal["auto", "grouped_mm", "loop"] = "auto"
-    """Back end of the experts' matrix products."""
+    grouped_gemm: Selected | None = component_field("grouped_gemm")
+    """What computes the experts' matrix products. Left out: grouped_mm or loop, by dtype and device."""
+    mamba_kernels: MambaKernels = "torch"
+    """What runs Mamba's convolution and scan. "cuda" needs the extra `cuda` and a CUDA device."""
 
     pattern: str | None = None
     """One letter a layer: M Mamba-2, E mixture of experts, * attention, - dense MLP."""
@@ -86,10 +89,14 @@ class NemotronNanoModelConfig:
     """Whose scheme draws the weights."""
 
     def __attrs_post_init__(self) -> None:
-        if self.num_experts is None and not problems(self):
+        if self.num_experts is not None:
+            return
+        try:
             model = self.resolve()
-            if "E" in model.pattern:
-                object.__setattr__(self, "num_experts", model.num_experts)
+        except NemotronNanoConfigError:
+            return  # `problems` says what is wrong
+        if "E" in model.pattern:
+            object.__setattr__(self, "num_experts", model.num_experts)
 
     def resolve(self) -> NemotronNanoConfig:
         """The model that this describes.
@@ -105,20 +112,32 @@ class NemotronNanoModelConfig:
 _OVERRIDES = tuple(field.name for field in attrs.fields(NemotronNanoConfig) if not field.name.endswith("_token_id"))
 
 
-def problems(config: NemotronNanoModelConfig) -> list[Problem]:
-    """What keeps a model from being built of this config, for the plugin's `moe_validate`."""
+def problems(config: NemotronNanoModelConfig, device_type: str = "auto") -> list[Problem]:
+    """What keeps a model from being built of this config on such a device, for the plugin's `moe_validate`."""
     try:
-        config.resolve()
+        faults = [*kernel_faults(config.resolve(), config.mamba_kernels, device_type)]
     except NemotronNanoConfigError as error:
-        return [Problem(f"model.{fault.key}", fault.rule, fault.value) for fault in error.faults]
-    return []
+        faults = error.faults
+    return [Problem(f"model.{fault.key}", fault.rule, fault.value) for fault in faults]
 
 
 def build_model(config: NemotronNanoModelConfig, run: "Run") -> "NemotronNano":
-    """The model on the meta device; the trainer gives it memory and calls `init_weights`."""
+    """The model on the meta device; the trainer gives it memory and calls `init_weights`.
+
+    Raises:
+        NemotronNanoConfigError: its kernels cannot run on the run's device, or a package of theirs is missing.
+    """
     from nemotron_nano.model import NemotronNano
 
-    return NemotronNano(config.resolve(), grouped_gemm=config.grouped_gemm, device="meta")
+    model = config.resolve()
+    grouped_gemm = "auto" if config.grouped_gemm is None else config.grouped_gemm.build(run)
+    try:
+        if faults := [*kernel_faults(model, config.mamba_kernels, run.device_type)]:
+            raise NemotronNanoConfigError(faults)
+        return NemotronNano(model, grouped_gemm=grouped_gemm, mamba_kernels=config.mamba_kernels, device="meta")
+    except NemotronNanoConfigError as error:
+        faults = [fault._replace(key=f"model.{fault.key}") for fault in error.faults]
+        raise NemotronNanoConfigError(faults) from error
 
 
 def _read(path: str) -> Any:

@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nemotron_nano._mamba_kernels import MambaKernels
+from nemotron_nano._segments import number_runs
+
 
 def ssd_scan(
     u: Tensor,
@@ -26,6 +29,7 @@ def ssd_scan(
     chunk_size: int = 128,
     segments: Tensor | None = None,
     initial_state: Tensor | None = None,
+    kernels: MambaKernels = "torch",
 ) -> tuple[Tensor, Tensor]:
     """All `y_t`, and the state after the last token. The result does not depend on `chunk_size`.
 
@@ -41,13 +45,23 @@ def ssd_scan(
         chunk_size: tokens in a chunk; S need not be a multiple of it.
         segments: [b, S] integers; the state is reset wherever the number changes. None: one segment.
         initial_state: [b, H, P, N] before the first token, which then continues its segment; None: zeros.
+        kernels: "cuda" computes it by mamba-ssm's, with the same arguments and results; no fp64 there.
 
     Returns:
         y [b, S, H, P] and the state [b, H, P, N], in fp32 (fp64 for fp64 input), without the skip term `D u`.
         All sizes may be 0 but those of a head.
+
+    Raises:
+        NemotronNanoConfigError: "cuda" without its package, on another device, or in fp64.
     """
     if 0 in u.shape[:2]:
         return _of_no_tokens(u, delta, A, B, C, initial_state)
+    segments = None if segments is None else number_runs(segments)
+    if kernels == "cuda":
+        from nemotron_nano import _cuda_kernels
+
+        options: dict[str, Any] = {"chunk_size": chunk_size, "segments": segments, "initial_state": initial_state}
+        return _cuda_kernels.scan(u, delta, A, B, C, **options)
     dtype = torch.promote_types(u.dtype, torch.float32)
     batch, tokens = u.shape[:2]
     length = min(chunk_size, tokens)

@@ -12,6 +12,7 @@ from moe_core.config import load_config
 from moe_core.plugins import Run
 from nemotron_nano.generate import generate_stream
 from nemotron_nano.model import NemotronNano
+from nemotron_nano.model_component import NemotronNanoModelConfig
 from nemotron_nano.train._process_group import Place, choose_device_type, process_group
 from nemotron_nano.train.assemble import materialised_model
 
@@ -34,6 +35,9 @@ def trained_model(folder: Path) -> Iterator[NemotronNano]:
         NotTrainedError: there is no checkpoint, or the run trained another kind of model.
     """
     config = load_config(folder / "config.toml", _ONE_PROCESS)
+    if isinstance(config["model"].config, NemotronNanoModelConfig):
+        # whatever it was trained on, this machine may be another
+        config = load_config(folder / "config.toml", (*_ONE_PROCESS, "model.mamba_kernels=torch"))
     device_type = choose_device_type(config.run.device_type)
     alone = Place(rank=0, local_rank=0, world_size=1, local_world_size=1)
     with process_group(alone, device_type, config.run.timeout_s):
