@@ -72,6 +72,12 @@ def test_ranges(capsys):
     assert "world_size = 0: must be at least 1" in capsys.readouterr().err
 
 
+def test_convert_says_that_it_leaves_the_optimizer_behind(capsys):
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    assert "optimizer state is not carried along" in capsys.readouterr().out
+
+
 def test_inspect_names_family_experts_dtypes_and_sizes(folder, capsys):
     assert main(["inspect", str(folder)]) == 0
     out = capsys.readouterr().out
@@ -122,6 +128,32 @@ def test_verify_finds_what_is_not_finite(tmp_path, capsys):
     save_hf(broken, tmp_path / "hf", config=CONFIG)
     assert main(["verify", str(tmp_path / "hf")]) == 1
     assert capsys.readouterr().out == "model.norm.weight: holds values that are not finite\n"
+
+
+def test_tensors_that_a_file_has_in_one_are_converted_apart_and_together(tmp_path, capsys):
+    """kimi_k25's wqkv: inspected, verified, to dcp, back, equal byte for byte."""
+    root, config = nn.Module(), {"model_type": "kimi_k25", "vision_config": {"num_attention_heads": 2}}
+    module = root
+    for part in ("model", "vision_tower", "layers", "0", "attn"):
+        module.add_module(part, nn.Module())
+        module = getattr(module, part)
+    for name in "qkv":
+        module.add_module(f"{name}_proj", nn.Linear(3, 8))
+    save_hf(root, tmp_path / "hf", config=config)
+    assert main(["inspect", str(tmp_path / "hf")]) == 0
+    assert "6 native tensors" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "hf")]) == 0
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
+    other = nn.Module()
+    other.add_module("model", root.model)
+    want = {name: value.clone() for name, value in root.state_dict().items()}
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    load_checkpoint(tmp_path / "dcp", model=other)
+    assert_equal(dict(other.state_dict()), want)
+    told = ["--family", "kimi_k25", "--config", str(tmp_path / "hf" / "config.json")]
+    assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "hf", *told]) == 0
+    assert_equal(read(tmp_path / "back"), read(tmp_path / "hf"))
 
 
 def test_diff_across_formats_and_by_expert(tmp_path, capsys):

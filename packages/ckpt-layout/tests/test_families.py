@@ -193,6 +193,124 @@ def test_interleaved_stacks_are_cut_by_experts_only():
         list(overlaps(whole[:, :2], held_region(shape, (2,), (0,), (Shard(1),)), piece))
 
 
+HEADS, HALF = 2, 3
+
+
+def fused_by_hand(q, k, v):
+    """kimi_k25's wqkv: rows of a head of q and k in pairs, (0, half), (1, half + 1), ...; those of v as they are."""
+    disk = torch.empty(3 * len(q), *q.shape[1:])
+    for part, values in enumerate((q, k)):
+        for head in range(HEADS):
+            for j in range(HALF):
+                row, mine = part * len(q) + head * 2 * HALF + 2 * j, head * 2 * HALF + j
+                disk[row], disk[row + 1] = values[mine], values[mine + HALF]
+    disk[2 * len(q) :] = v
+    return disk
+
+
+def vision(layers=2):
+    size = HEADS * 2 * HALF
+    shapes = {"model.vision_tower.patch_embed.pos_emb.position_embeddings": (2, 3, D)}
+    for layer in range(layers):
+        attention = f"model.vision_tower.layers.{layer}.attn"
+        shapes |= {f"{attention}.{name}_proj.weight": (size, D) for name in "qkv"}
+        shapes |= {f"{attention}.{name}_proj.bias": (size,) for name in "qkv"}
+        shapes |= {f"{attention}.proj.weight": (D, size), f"model.vision_tower.layers.{layer}.norm1.weight": (D,)}
+        shapes |= {f"model.vision_tower.layers.{layer}.norm2.weight": (D,)}
+    return tree(shapes)
+
+
+def vision_on_disk(model, layers=2):
+    state = model.state_dict()
+    disk = {
+        "vision_tower.patch_embed.pos_emb.weight": state["model.vision_tower.patch_embed.pos_emb.position_embeddings"]
+    }
+    for layer in range(layers):
+        block, here = f"vision_tower.encoder.blocks.{layer}", f"model.vision_tower.layers.{layer}"
+        for kind in ("weight", "bias"):
+            disk[f"{block}.wqkv.{kind}"] = fused_by_hand(*(state[f"{here}.attn.{name}_proj.{kind}"] for name in "qkv"))
+        disk[f"{block}.wo.weight"] = state[f"{here}.attn.proj.weight"]
+        disk[f"{block}.norm0.weight"] = state[f"{here}.norm1.weight"]
+        disk[f"{block}.norm1.weight"] = state[f"{here}.norm2.weight"]
+    return disk
+
+
+VISION_CONFIG = {"model_type": "kimi_k25", "vision_config": {"num_attention_heads": HEADS}}
+
+
+def test_the_vision_tower_of_kimi_k25(tmp_path):
+    model = vision()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    save_hf(model, tmp_path / "out", config=VISION_CONFIG)
+    written, want = load_file(tmp_path / "out" / "model.safetensors"), vision_on_disk(model)
+    assert written.keys() == want.keys()
+    for key, values in want.items():
+        assert torch.equal(written[key], values), key
+    read_back(None, model, state, tmp_path / "out")
+
+
+def test_a_rank_has_its_rows_of_what_is_interleaved_and_in_parts(tmp_path):
+    """FSDP's uneven rows of each of q, k and v, an empty shard among them: written, read, nothing twice."""
+    from torch.distributed.tensor import Shard
+
+    from ckpt_layout._pieces import layouts, overlaps
+    from ckpt_layout._region import held_region
+
+    row = families()["kimi_k25"].with_config(VISION_CONFIG)
+    q, k, v = torch.randn(3, HEADS * 2 * HALF, D).unbind()
+    want, written = fused_by_hand(q, k, v), torch.full((3 * len(q), D), float("nan"))
+    for ranks, dim in ((5, 0), (8, 0), (2, 1)):
+        written.fill_(float("nan"))
+        for rank in range(ranks):
+            region = held_region(q.shape, (ranks,), (rank,), (Shard(dim),))
+            for name, whole in (("q", q), ("k", k), ("v", v)):
+                local = whole.chunk(ranks, dim)[rank] if rank < len(whole.chunk(ranks, dim)) else whole[:0]
+                (piece,) = layouts(row, f"model.vision_tower.layers.0.attn.{name}_proj.weight", q.shape)[0]
+                back = torch.full_like(local, float("nan"))
+                for mine, target in zip(overlaps(local, region, piece), overlaps(back, region, piece), strict=True):
+                    assert written[mine.disk].isnan().all()
+                    written[mine.disk] = mine.values(torch.float32)
+                    target.fill(want[target.disk])
+                assert torch.equal(back, local)
+        assert torch.equal(written, want)
+
+
+def test_what_a_row_takes_from_the_config_must_be_there(tmp_path):
+    with pytest.raises(ValueError, match=r"q_proj.weight: how it lies .* vision_config.num_attention_heads in config"):
+        save_hf(vision(), tmp_path / "out", family="kimi_k25")
+    other = {**VISION_CONFIG, "vision_config": {"num_attention_heads": 5}}
+    with pytest.raises(ValueError, match="dimension 0 must divide into 10 equal parts"):
+        save_hf(vision(), tmp_path / "out", config=other)
+
+
+def test_a_tensor_on_disk_that_is_not_whole_is_neither_written_nor_read(tmp_path):
+    save_hf(vision(), tmp_path / "whole", config=VISION_CONFIG)
+    less = vision()
+    del getattr(less.model.vision_tower.layers, "0").attn.k_proj
+    message = r"blocks.0.wqkv.weight: is made of 3 tensors, of which the model has only 2: .*q_proj.weight, .*v_proj"
+    with pytest.raises(ValueError, match=message):
+        save_hf(less, tmp_path / "out", config=VISION_CONFIG)
+    with pytest.raises(ValueError, match=message):
+        load_hf(less, tmp_path / "whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+
+
+def test_two_tensors_of_one_name_in_the_files_are_refused(tmp_path):
+    model = tree({"model.layers.0.mlp.gate.weight": (E, D), "model.layers.0.block_sparse_moe.gate.weight": (E, D)})
+    message = "block_sparse_moe.gate.weight: several tensors of the model go by this name in the files: .*mlp.gate"
+    with pytest.raises(ValueError, match=message):
+        save_hf(model, tmp_path / "out", family="mixtral")
+    save_file({"model.layers.0.block_sparse_moe.gate.weight": torch.ones(E, D)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_hf(model, tmp_path, family="mixtral")
+
+
+@pytest.mark.parametrize("part", [(3, 3), (-1, 3), (0, 0)])
+def test_a_part_that_is_none_is_refused(part):
+    with pytest.raises(ValueError, match="0 <= index < count"):
+        Rule("experts.up", "x", part=part)
+
+
 def test_the_router_and_the_gate_projection_are_not_confused(tmp_path):
     """`gate.weight` ends the names of both kinds."""
     model = tree({**moe("model.layers.0"), "model.layers.0.mlp.shared_experts.gate_proj.weight": (F, D)})

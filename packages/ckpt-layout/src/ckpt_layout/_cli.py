@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect = command("inspect", _inspect, "print format, family, dtypes, sizes and experts of a folder of weights")
     verify = command("verify", _verify, "read everything and print what is wrong; status 1 if something is")
     diff = command("diff", _diff, "print the tensors that differ, by expert; status 1 if any does")
-    convert = command("convert", _convert, "write the weights in another format")
+    convert = command("convert", _convert, "write the weights in another format; optimizer state is not carried along")
     for parser_of_path in (inspect, verify):
         parser_of_path.add_argument("path", type=Path, metavar="PATH")
     for each in (inspect, verify, diff, convert):

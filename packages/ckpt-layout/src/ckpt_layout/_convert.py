@@ -68,7 +68,7 @@ def convert(
         _to_dcp(view, target, dtype, step)
     else:
         content = _config(view, config)
-        row = resolve_family(family, content.get("model_type"), f"{source}: its config")
+        row = resolve_family(family, content, f"{source}: its config")
         _to_hf(
             view, target, row, content, stacked=to == "stacked", dtype=dtype, limit=bytes_of(max_shard_size), step=step
         )

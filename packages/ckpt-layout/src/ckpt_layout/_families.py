@@ -32,9 +32,21 @@ class Rule:
     """The last two dimensions are swapped on disk."""
     interleave: int = 1
     """Of n > 1 equal parts along `join_dim`, the disk has the first index of each, then the second of each, ..."""
+    groups: int | str = 1
+    """`join_dim` is first cut into this many equal groups (attention heads), and each is interleaved by itself. A
+    string is the place in config.json where the number stands, as "vision_config.num_attention_heads"."""
+    part: tuple[int, int] = (0, 1)
+    """(index, count): the disk tensor is `count` native tensors of equal size along `join_dim`, this one the
+    `index`-th of them; each of the others has a rule of its own."""
 
     def __attrs_post_init__(self) -> None:
-        if self.interleave < 1 or (self.interleave > 1 and (len(self.disk) > 1 or "{e}" in self.disk[0])):
+        several = len(self.disk) > 1 or "{e}" in self.disk[0]
+        if not 0 <= self.part[0] < self.part[1] or (self.part[1] > 1 and several):
+            raise ValueError(
+                f"Rule({self.native!r}): part = {self.part}: must be (index, count) with 0 <= index < count, of one "
+                "tensor on disk; with several disk names, or one for each expert, leave it out"
+            )
+        if self.interleave < 1 or (self.interleave > 1 and several):
             raise ValueError(
                 f"Rule({self.native!r}): interleave = {self.interleave}: must be 1, or the number of parts that one "
                 "stacked tensor on disk has; with several disk names, or one for each expert, leave it out"
@@ -61,16 +73,32 @@ class Family:
     aliases: Renames = ()
     """Renames like these, for models that call their own tensors differently; never undone."""
     also: Renames = ()
-    """Further renames of the names on disk, that other writers of this family made; tried for reading only."""
+    """Further renames of the names on disk, that other writers of this family made; tried for reading only, all of
+    them one after the other, and each by itself."""
     keep_fp32: tuple[str, ...] = ()
     """Ends of native names that `save_hf(dtype=...)` leaves in fp32, as rounding them changes the model."""
     ignore: tuple[str, ...] = ()
     """Ends of disk names that no model has, and that carry nothing: tables that are computed."""
 
+    def with_config(self, config: Mapping[str, Any]) -> "Family":
+        """The row with the numbers filled in that its rules take from config.json, as far as `config` has them."""
+        rules = (attrs.evolve(rule, groups=_number_at(config, rule.groups)) for rule in self.rules)
+        return attrs.evolve(self, rules=tuple(rules))
+
+
+def _number_at(config: Any, place: int | str) -> int | str:
+    if isinstance(place, int):
+        return place
+    for name in place.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else None
+    return config if isinstance(config, int) else place
+
 
 def renamed(name: str, renames: Renames) -> str:
     """`name` with each pair's first parts replaced by its second, in order."""
     for old, replacement in renames:
+        if old.removeprefix("^") not in name:
+            continue
         start, old = ("^()", old[1:]) if old.startswith("^") else (r"(^|\.)", old)
         name = re.sub(rf"{start}{re.escape(old)}(?=\.|$)", rf"\g<1>{replacement}", name).removeprefix(".")
     return name
@@ -103,6 +131,7 @@ _BLOCK_SPARSE = _experts("mlp", "block_sparse_moe", "w1", "w3", "w2")
 _ROUTER = ("mlp.gate.weight",)
 _ROUTER_AND_BIAS = (*_ROUTER, "mlp.gate.e_score_correction_bias")
 _ROTARY_TABLE = ("rotary_emb.inv_freq",)
+_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight")
 _HC = ("fn", "base", "scale")
 
 _KIMI_ATTENTION = (
@@ -112,6 +141,25 @@ _FORGET_GATE = tuple(
     (f"self_attn.forget_gate.{name}", f"self_attn.{name}") for name in ("A_log", "dt_bias", "f_a_proj", "f_b_proj")
 )
 _FORGET_GATE_FP32 = ("self_attn.forget_gate.A_log", "self_attn.forget_gate.dt_bias")
+
+# q, k and v in one matrix; rows of a head of q and k in pairs, which transformers splits into halves
+_KIMI_VISION_ATTENTION = tuple(
+    Rule(
+        f"attn.{name}_proj.{kind}",
+        f"wqkv.{kind}",
+        join_dim=0,
+        part=(index, 3),
+        interleave=1 if name == "v" else 2,
+        groups=1 if name == "v" else "vision_config.num_attention_heads",
+    )
+    for kind in ("weight", "bias")
+    for index, name in enumerate("qkv")
+)
+_KIMI_K25_OF_TRANSFORMERS = (  # what its save_pretrained calls otherwise than the hub
+    ("^language_model.model.layers", "language_model.model.blocks"),
+    ("^vision_tower.patch_embed.proj", "vision_tower.encoder.patch_embed.proj"),
+    ("^mm_projector.pre_norm", "model.mm_projector.pre_norm"),
+)
 
 _ROWS = (
     Family(
@@ -157,15 +205,26 @@ _ROWS = (
         name="deepseek_v32",
         model_types=("deepseek_v32",),
         rules=_GATE_UP_DOWN,
-        keep_fp32=_ROUTER_AND_BIAS,
+        keep_fp32=(*_ROUTER_AND_BIAS, "indexer.weights_proj.weight"),
         ignore=_ROTARY_TABLE,
     ),
     Family(
-        name="kimi_k25",  # its language model; transformers permutes weights of its vision tower
+        name="kimi_k25",
         model_types=("kimi_k25",),
-        rules=_GATE_UP_DOWN,
-        renames=(("^model.language_model", "language_model.model"), ("^lm_head", "language_model.lm_head")),
-        also=(("^language_model.model", "model"), ("^language_model.lm_head", "lm_head")),
+        rules=(*_GATE_UP_DOWN, *_KIMI_VISION_ATTENTION),
+        renames=(
+            ("^model.language_model", "language_model.model"), ("^lm_head", "language_model.lm_head"),
+            ("^model.vision_tower", "vision_tower"), ("^vision_tower.layers", "vision_tower.encoder.blocks"),
+            ("^vision_tower.final_layernorm", "vision_tower.encoder.final_layernorm"),
+            ("norm1", "norm0"), ("norm2", "norm1"), ("mlp.fc1", "mlp.fc0"), ("mlp.fc2", "mlp.fc1"),
+            ("attn.proj", "wo"), ("pos_emb.position_embeddings", "pos_emb.weight"),
+            ("^model.mm_projector", "mm_projector"),
+            ("mm_projector.in_proj", "mm_projector.proj.0"), ("mm_projector.out_proj", "mm_projector.proj.2"),
+        ),
+        also=(
+            ("^language_model.model", "model"), ("^language_model.lm_head", "lm_head"),
+            *_KIMI_K25_OF_TRANSFORMERS,
+        ),
         keep_fp32=_ROUTER_AND_BIAS,
         ignore=_ROTARY_TABLE,
     ),
@@ -196,7 +255,13 @@ _ROWS = (
             *((f"hc_head.hc_{part}", f"hc_head_{part}") for part in _HC),
             ("^model", ""),
         ),
-        keep_fp32=(*_ROUTER_AND_BIAS, *(f"{block}_hc.{part}" for block in ("attn", "ffn") for part in _HC)),
+        keep_fp32=(
+            *_ROUTER_AND_BIAS, *_NORMS, "kv_norm.weight", "q_a_norm.weight", "sinks", "position_bias",
+            *(f"{block}_hc.{part}" for block in ("attn", "ffn") for part in _HC),
+            *(f"hc_head.hc_{part}" for part in _HC),
+            *(f"{of}.{name}_proj.weight" for of in ("compressor", "indexer") for name in ("kv", "gate")),
+            "scorer.weights_proj.weight",
+        ),
     ),
     Family(
         name="kimi_linear",
@@ -229,7 +294,10 @@ _ROWS = (
             *_FORGET_GATE,
             *((f"{block}_hc.{part}", f"hc_{block}_{part}") for block in ("attn", "ffn") for part in _HC),
         ),
-        keep_fp32=(*_ROUTER_AND_BIAS, *_FORGET_GATE_FP32),
+        keep_fp32=(
+            *_ROUTER_AND_BIAS, *_FORGET_GATE_FP32, "self_attn.conv1d.weight",
+            *(f"{block}_hc.{part}" for block in ("attn", "ffn") for part in ("base", "scale")),
+        ),
     ),
     Family(
         name="minimax_m2",
@@ -255,7 +323,7 @@ _ROWS = (
         ),
         keep_fp32=("block_sparse_moe.router.weight",),
     ),
-    Family(name="gpt_oss", model_types=("gpt_oss",), keep_fp32=("mlp.router.weight", "mlp.router.bias")),
+    Family(name="gpt_oss", model_types=("gpt_oss",), keep_fp32=("mlp.router.weight", "mlp.router.bias", *_NORMS)),
     Family(
         name="gpt_oss_grouped",
         model_types=(),
@@ -264,10 +332,13 @@ _ROWS = (
             Rule("experts.gate_up_proj_bias", "experts.gate_up_proj_bias", interleave=2),
             Rule("experts.down_proj", "experts.down_proj", transpose=True),
         ),
-        keep_fp32=("mlp.router.weight", "mlp.router.bias"),
+        keep_fp32=("mlp.router.weight", "mlp.router.bias", *_NORMS),
     ),
     Family(
-        name="llama4", model_types=("llama4_text",), keep_fp32=("feed_forward.router.weight",), ignore=_ROTARY_TABLE
+        name="llama4",
+        model_types=("llama4", "llama4_text"),
+        keep_fp32=("feed_forward.router.weight",),
+        ignore=_ROTARY_TABLE,
     ),
     Family(
         name="llama4_grouped",

@@ -1,7 +1,9 @@
 """`load_hf`: a Hugging Face folder into a model, each rank reading what it holds."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +11,8 @@ from torch import Tensor, nn
 from ckpt_layout._errors import LayoutError
 from ckpt_layout._families import Family, families
 from ckpt_layout._hf_folder import HfFolder, some
-from ckpt_layout._model_tensors import model_tensors
-from ckpt_layout._pieces import Piece, layouts, overlaps
+from ckpt_layout._model_tensors import model_tensors, without_ties
+from ckpt_layout._pieces import Piece, check_parts, layouts, overlaps
 from ckpt_layout._region import local_of, region_of
 from ckpt_layout._together import together
 
@@ -35,7 +37,7 @@ def load_hf(model: nn.Module, path: str | Path, family: Family | str | None = No
     """
     with together("reading the folder"):
         folder = HfFolder(path)
-        row = resolve_family(family, folder.config().get("model_type"), folder.path / "config.json")
+        row = resolve_family(family, folder.config(), folder.path / "config.json")
         tensors = model_tensors(model)
         _refuse_meta(tensors)
         regions = {name: region_of(tensor) for name, tensor in tensors.items()}
@@ -48,18 +50,20 @@ def load_hf(model: nn.Module, path: str | Path, family: Family | str | None = No
                     overlap.fill(folder.read(piece.key, overlap.disk, overlap.local))
 
 
-def resolve_family(family: Family | str | None, model_type: object, where: object) -> Family:
-    """The family given, or that of a model type; `where` is named in the error."""
+def resolve_family(family: Family | str | None, config: Mapping[str, Any], where: object) -> Family:
+    """The family given, or that of the config's model type, with what it takes from the config; `where` is named
+    in the error."""
     if isinstance(family, Family):
-        return family
+        return family.with_config(config)
     known = families()
     if family is not None:
         if family not in known:
             raise LayoutError(f"family = {family!r}: must be one of {', '.join(sorted(known))}, or a Family")
-        return known[family]
+        return known[family].with_config(config)
+    model_type = config.get("model_type")
     for row in known.values():
         if model_type in row.model_types:
-            return row
+            return row.with_config(config)
     raise LayoutError(
         f"{where}: model_type = {model_type!r} is of no known family ({', '.join(sorted(known))}): pass family="
     )
@@ -94,6 +98,7 @@ def _plan(tensors: dict[str, Tensor], folder: HfFolder, family: Family) -> dict[
     if ignored:
         _log.info("%s: ignored, as the model computes them: %s", folder.path, some(ignored))
     _report(folder, family, unused - ignored, unfilled)
+    check_parts((name, piece) for name in without_ties(tensors) if name in plan for piece in plan[name])
     _check_shapes(folder, plan)
     return plan
 

@@ -20,7 +20,7 @@ from ckpt_layout._families import Family
 from ckpt_layout._hf_folder import INDEX, SINGLE
 from ckpt_layout._hf_load import resolve_family
 from ckpt_layout._model_tensors import model_tensors, without_ties
-from ckpt_layout._pieces import Piece, layouts
+from ckpt_layout._pieces import Piece, check_parts, layouts
 from ckpt_layout._replicated import assert_replicated
 from ckpt_layout._safetensors_file import Entry, FilePlan, create, plan_file, write_block
 from ckpt_layout._together import removed_on_failure, together, world
@@ -32,6 +32,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 class _Item:
     """A native tensor, the pieces that it becomes, and the dtype that they have in the files."""
 
+    name: str
     tensor: Tensor
     pieces: list[Piece]
     dtype: torch.dtype
@@ -72,7 +73,7 @@ def save_hf(
     partial = path.parent / f".{path.name}.partial"
     with together("preparing the export"):
         content = dict(config) if config is not None else _config_of(model)
-        row = resolve_family(family, content.get("model_type"), "the model's config")
+        row = resolve_family(family, content, "the model's config")
         items = _items(model, row, dtype, stacked)
         plans = file_plans(items, bytes_of(max_shard_size))
     assert_replicated(model)
@@ -101,6 +102,7 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
 def _items(model: nn.Module, family: Family, dtype: torch.dtype | None, stacked: bool) -> list[_Item]:
     return [
         _Item(
+            name,
             tensor,
             layouts(family, name, tensor.shape, stacked=stacked)[0],
             stored_dtype(name, tensor.dtype, family, dtype),
@@ -129,17 +131,27 @@ class Planned(Protocol):
     """The tensors on disk that one native tensor becomes."""
 
     @property
+    def name(self) -> str: ...
+    @property
     def pieces(self) -> list[Piece]: ...
     @property
     def dtype(self) -> torch.dtype: ...
 
 
 def file_plans(items: Sequence[Planned], limit: int) -> list[FilePlan]:
-    """Fill files in the model's order, as long as the next tensor fits."""
+    """Fill files in the model's order, as long as the next tensor fits.
+
+    Raises:
+        LayoutError: two native tensors become the same one on disk, or one on disk would not be whole.
+    """
+    check_parts((item.name, piece) for item in items for piece in item.pieces)
     files: list[list[Entry]] = [[]]
-    filled = 0
+    filled, planned = 0, set[str]()
     for item in items:
         for piece in item.pieces:
+            if piece.key in planned:  # by the first of the native tensors that it is made of
+                continue
+            planned.add(piece.key)
             entry = Entry(piece.key, piece.shape, item.dtype)
             if files[-1] and filled + entry.bytes > limit:
                 files.append([])

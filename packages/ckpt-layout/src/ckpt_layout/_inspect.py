@@ -39,7 +39,7 @@ def open_view(path: Path, family: str | Family | None = None) -> View:
 
 
 def family_of(folder: HfFolder, family: str | Family | None) -> Family:
-    return resolve_family(family, folder.config().get("model_type"), folder.path / "config.json")
+    return resolve_family(family, folder.config(), folder.path / "config.json")
 
 
 def ranges(num_experts: int, ranks: int) -> Iterator[str]:

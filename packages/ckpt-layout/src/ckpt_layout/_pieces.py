@@ -1,7 +1,7 @@
 """From a native tensor to the tensors on disk that it is made of, and the part of each that a rank has."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 import attrs
@@ -27,11 +27,18 @@ class Piece:
     interleave: int = 1
     join_dim: int = 1
     """The native dimension of whose `interleave` parts the disk has one index after the other of each."""
+    groups: int = 1
+    """Equal groups of `join_dim` that are interleaved each by itself."""
+    part: tuple[int, int] = (0, 1)
+    """(index, count): the disk has the boxes of `count` native tensors one behind the other along `join_dim`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape on disk."""
-        return self.to_disk([len(indices) for indices in self.box])
+        sizes = [len(indices) for indices in self.box]
+        if self.part[1] > 1:
+            sizes[self.join_dim] *= self.part[1]
+        return self.to_disk(sizes)
 
     def to_disk(self, per_dim: Sequence) -> tuple:
         """What is given per native dimension, in the order of the dimensions on disk."""
@@ -45,6 +52,13 @@ class Piece:
         """`join_dim` as a dimension on disk, counted from the end."""
         dim = self.join_dim - len(self.box)
         return -3 - dim if self.transpose and dim >= -2 else dim
+
+    def place(self, index: int) -> int:
+        """Where on disk `index` of an interleaved `join_dim` stands, counted from the start of the part."""
+        per_group = len(self.box[self.join_dim]) // self.groups
+        group, inside = divmod(index, per_group)
+        which, nth = divmod(inside, per_group // self.interleave)
+        return group * per_group + nth * self.interleave + which
 
 
 @attrs.frozen
@@ -70,26 +84,46 @@ class Overlap:
 def overlaps(local: Tensor, region: Region, piece: Piece) -> Iterator[Overlap]:
     """The blocks of `piece` that `local`, which holds `region` of the native tensor, has."""
     per_dim = [positions(runs, box) for runs, box in zip(region, piece.box, strict=True)]
+    whole = piece.interleave == 1 or _holds_all(per_dim[piece.join_dim], piece)
+    if not whole:
+        per_dim[piece.join_dim] = _one_by_one(per_dim[piece.join_dim], piece)
     for block in product(*per_dim):
         view = local[tuple(held for held, _ in block)]
         view = view[0] if piece.is_expert else view
         view = view.transpose(-1, -2) if piece.transpose else view
-        view = _interleaved(view, piece) if piece.interleave > 1 else view
+        view = _interleaved(view, piece) if piece.interleave > 1 and whole else view
         inside = [
             slice(indices.start - box.start, indices.stop - box.start)
             for (_, indices), box in zip(block, piece.box, strict=True)
         ]
+        if piece.part[0] > 0:
+            inside[piece.join_dim] = _moved(inside[piece.join_dim], piece.part[0] * len(piece.box[piece.join_dim]))
         yield Overlap(view, piece.to_disk(inside))
 
 
-def _interleaved(view: Tensor, piece: Piece) -> Tensor:
-    dim, whole = piece.interleaved_dim, len(piece.box[piece.join_dim])
-    if view.shape[dim] != whole:
+def _moved(indices: slice, by: int) -> slice:
+    return slice(indices.start + by, indices.stop + by)
+
+
+def _holds_all(held: Sequence[tuple[slice, range]], piece: Piece) -> bool:
+    return [indices for _, indices in held] == [piece.box[piece.join_dim]]
+
+
+def _one_by_one(held: Sequence[tuple[slice, range]], piece: Piece) -> list[tuple[slice, range]]:
+    """Blocks of one row each, where a rank has only some of the rows that the disk interleaves."""
+    if held and piece.interleaved_dim != -len(piece.shape):
+        whole, mine = len(piece.box[piece.join_dim]), sum(len(indices) for _, indices in held)
         raise LayoutError(
             f"{piece.key}: its file interleaves {piece.interleave} parts along a dimension of {whole}, of which this "
-            f"rank holds {view.shape[dim]}; shard another dimension (Shard(0): the experts), or redistribute first"
+            f"rank holds {mine}; shard another dimension (Shard(0): the experts), or redistribute first"
         )
-    return view.unflatten(dim, (piece.interleave, -1)).transpose(dim, dim - 1)
+    rows = ((run.start + i, index) for run, indices in held for i, index in enumerate(indices))
+    return [(slice(row, row + 1), range(place := piece.place(index), place + 1)) for row, index in rows]
+
+
+def _interleaved(view: Tensor, piece: Piece) -> Tensor:
+    dim = piece.interleaved_dim
+    return view.unflatten(dim, (piece.groups, piece.interleave, -1)).transpose(dim, dim - 1)
 
 
 def layouts(family: Family, name: str, shape: Sequence[int], *, stacked: bool = False) -> list[list[Piece]]:
@@ -104,8 +138,32 @@ def layouts(family: Family, name: str, shape: Sequence[int], *, stacked: bool = 
     ways += [[Piece(key, whole)] for key in names]
     if stacked:
         ways.sort(key=lambda way: any(piece.is_expert for piece in way))
-    others = ([attrs.evolve(piece, key=renamed(piece.key, family.also)) for piece in way] for way in list(ways))
-    return [*ways, *(way for way in others if family.also)]
+    others = [family.also] if len(family.also) == 1 else [family.also, *((pair,) for pair in family.also)]
+    for way, renames in product(list(ways), others):
+        keys = [renamed(piece.key, renames) for piece in way]
+        if keys != [piece.key for piece in way]:
+            ways.append([attrs.evolve(piece, key=key) for piece, key in zip(way, keys, strict=True)])
+    return ways
+
+
+def check_parts(pieces: Iterable[tuple[str, Piece]]) -> None:
+    """Each tensor on disk must be made of what the native tensors given with their names have, each number once.
+
+    Raises:
+        LayoutError: two native tensors claim the same numbers, or nobody has some of them.
+    """
+    claims: dict[str, list[tuple[str, Piece]]] = {}
+    for name, piece in pieces:
+        claims.setdefault(piece.key, []).append((name, piece))
+    for key, those in claims.items():
+        names = ", ".join(name for name, _ in those)
+        parts = [piece.part for _, piece in those]
+        if len(set(parts)) < len(parts) or len({count for _, count in parts}) > 1:
+            raise LayoutError(f"{key}: several tensors of the model go by this name in the files: {names}")
+        if len(parts) < parts[0][1]:
+            raise LayoutError(
+                f"{key}: is made of {parts[0][1]} tensors, of which the model has only {len(parts)}: {names}"
+            )
 
 
 def _matches(family: Family, name: str) -> Iterator[tuple[Rule, str]]:
@@ -115,8 +173,15 @@ def _matches(family: Family, name: str) -> Iterator[tuple[Rule, str]]:
             yield rule, found[1]
 
 
+def _groups(rule: Rule, prefix: str) -> int:
+    if isinstance(rule.groups, str):
+        raise LayoutError(f"{prefix}{rule.native}: how it lies in the files depends on {rule.groups} in config.json")
+    return rule.groups
+
+
 def _pieces(rule: Rule, prefix: str, shape: Sequence[int]) -> list[Piece]:
-    parts = max(len(rule.disk), rule.interleave)
+    groups = _groups(rule, prefix)
+    parts = max(len(rule.disk), rule.interleave * groups)
     if parts > 1 and (len(shape) <= rule.join_dim or shape[rule.join_dim] % parts):
         raise LayoutError(
             f"{prefix}{rule.native} of shape {tuple(shape)}: "
@@ -137,6 +202,8 @@ def _pieces(rule: Rule, prefix: str, shape: Sequence[int]) -> list[Piece]:
                     transpose=rule.transpose,
                     interleave=rule.interleave,
                     join_dim=rule.join_dim,
+                    groups=groups,
+                    part=rule.part,
                 )
             )
             continue

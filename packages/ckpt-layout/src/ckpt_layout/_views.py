@@ -110,34 +110,42 @@ class HfView:
             if any(key.endswith(end) for end in self.family.ignore):
                 continue
             matched = _matching(self.family, key)
-            if matched is None:
+            if not matched:
                 shapes[native(key, self.family)] = self.folder.shape(key)
-                continue
-            rule, name, expert = matched
-            if expert is not None:
-                experts[name] = max(experts[name], expert + 1)
-            shapes[name] = _native_shape(rule, self.folder.shape(key), is_expert=expert is not None)
+            for rule, name, expert in matched:
+                if expert is not None:
+                    experts[name] = max(experts[name], expert + 1)
+                shapes[name] = _native_shape(key, rule, self.folder.shape(key), is_expert=expert is not None)
         return {name: (experts[name], *shape) if name in experts else shape for name, shape in shapes.items()}
 
 
-def _matching(family: Family, key: str) -> tuple[Rule, str, int | None] | None:
-    """The rule that made this key, the native name, and which expert it is."""
+def _matching(family: Family, key: str) -> list[tuple[Rule, str, int | None]]:
+    """The rule that made this key, the native name, and which expert it is; several where it has several parts."""
+    matched: list[tuple[Rule, str, int | None]] = []
     for rule in family.rules:
+        if matched and rule.disk != matched[0][0].disk:
+            continue
         for pattern in rule.disk:
             suffix = re.escape(pattern).replace(r"\{e\}", r"(?P<e>\d+)")
             found = re.fullmatch(rf"(?P<prefix>|.*\.){suffix}", key)
             if found:
                 expert = int(found["e"]) if "{e}" in pattern else None
-                return rule, native(found["prefix"], family) + rule.native, expert
-    return None
+                matched.append((rule, native(found["prefix"], family) + rule.native, expert))
+                if rule.part[1] == 1:
+                    return matched
+    return matched
 
 
-def _native_shape(rule: Rule, shape: tuple[int, ...], *, is_expert: bool) -> tuple[int, ...]:
+def _native_shape(key: str, rule: Rule, shape: tuple[int, ...], *, is_expert: bool) -> tuple[int, ...]:
     sizes = list(shape)
     if rule.transpose:
         sizes[-2:] = reversed(sizes[-2:])
     if len(rule.disk) > 1:
         sizes[rule.join_dim - is_expert] *= len(rule.disk)
+    if rule.part[1] > 1:
+        if len(sizes) <= rule.join_dim or sizes[rule.join_dim] % rule.part[1]:
+            raise LayoutError(f"{key} of shape {shape}: dimension {rule.join_dim} must divide into {rule.part[1]}")
+        sizes[rule.join_dim] //= rule.part[1]
     return tuple(sizes)
 
 
