@@ -4,13 +4,16 @@ import json
 import math
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from torch import nn
 
 from moe_core.testing import RankFailed, run_ranks
+from nemotron_nano.report._console import ConsoleTracker
 from nemotron_nano.report._jsonl import JsonlTracker, MetricsError, read_metrics
 from nemotron_nano.train._optimizer import adamw, warmup_cosine
+from nemotron_nano.train._utilisation import Utilisation, UtilisationError
 from nemotron_nano.train.component import AdamWConfig
 
 
@@ -105,3 +108,57 @@ def test_a_line_that_a_killed_run_left_incomplete_is_passed_over(tmp_path, caplo
     path.write_text('{"event": "step_end", "st\n{"event": "step_end", "step": 2}\n')
     with pytest.raises(MetricsError, match="line 1: is not JSON"):
         read_metrics(path)
+
+
+TFLOPS = 1e-3
+FLOPS_PER_TOKEN = 688_128
+"""Of one attention layer, tiny, at 256 tokens a row: 3 (forward, and two products back for each of its own) times
+2 * 128 * 256 for the head + 2 * 128 * (128 + 64 + 64 + 128) for the projections + 2 * 128 * 256 for half of the scores
+and values."""
+
+
+def test_mfu_of_a_step_is_its_arithmetic_by_what_the_device_could_do():
+    from moe_core.plugins import Batch
+    from nemotron_nano import NemotronNano, presets
+
+    model = NemotronNano(attrs.evolve(presets["tiny"], pattern="*"), device="meta")
+    rows = torch.zeros(3, 256, dtype=torch.int64)
+    batches = [Batch(tokens=rows, labels=rows - 100)] * 2  # ignored labels are computed all the same
+    # 1536 tokens * 688,128 = 1,056,964,608 operations, where 0.5 s at 10^9 a second allow 500,000,000
+    assert Utilisation(model, TFLOPS).of_step(batches, seconds=0.5) == pytest.approx(2.113929216, rel=1e-12)
+
+
+def test_mfu_of_a_model_that_does_not_say_its_flops_is_refused():
+    with pytest.raises(
+        UtilisationError, match=r"trainer\.tflops = 312: the model is a Linear and has no method flops_"
+    ):
+        Utilisation(nn.Linear(2, 3), 312)
+
+
+def test_a_run_reports_mfu_where_it_knows_a_peak_and_only_there(tmp_path, capsys):
+    def train(*words):
+        from moe_core import load_config
+        from nemotron_nano.train.assemble import assemble
+
+        words = ["run.steps=2", "model.pattern=*", 'transform=[{type="fsdp"}]', "data.global_batch_size=4", *words]
+        config = load_config(
+            (), ["tracker=[{type='jsonl'}]", "trainer.type=pretrain", "data.sequence_length=256", *words]
+        )
+        config["trainer"].build(run := assemble(config, device_type="cpu"))(run)
+
+    folders = [tmp_path / "with", tmp_path / "without"]
+    for folder, word in zip(folders, (f"trainer.tflops={TFLOPS}", "trainer.tflops=none"), strict=True):
+        run_ranks(train, 2, word, f"run.output_dir={folder}")
+    known, unknown = ([one for one in read_metrics(f / "metrics.jsonl") if one["event"] == "step_end"] for f in folders)
+    assert len(known) == len(unknown) == 2
+    for one in known:
+        # 512 of the step's 1024 tokens are on a rank
+        assert one["mfu"] == pytest.approx(512 * FLOPS_PER_TOKEN / (one["seconds"] * 1e9), rel=1e-9)
+    assert not any("mfu" in one for one in unknown)
+
+    for one in (known[0], unknown[0]):
+        tracker = ConsoleTracker(every=1, enabled=True)
+        tracker.step_end(step=1, steps=2, metrics={**one, "mfu": 0.3456} if "mfu" in one else one)
+    first, second = capsys.readouterr().out.splitlines()
+    assert " tokens/s  MFU 34.6%  peak memory " in first
+    assert "MFU" not in second

@@ -39,9 +39,10 @@ class ConsoleTracker:
         per_step = (time.monotonic() - self._begin) / (step - self._first_step)
         memory = " ".join(f"{size / 2**20:.0f}" for size in metrics["peak_memory_bytes"])
         count = f"{step:>{len(str(steps))}}/{steps}"
+        mfu = f"MFU {metrics['mfu']:.1%}  " if "mfu" in metrics else ""
         self._console.print(
             f"step {count}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.3f}  "
-            f"{metrics['tokens_per_second']:,.0f} tokens/s  peak memory {memory} MiB  "
+            f"{metrics['tokens_per_second']:,.0f} tokens/s  {mfu}peak memory {memory} MiB  "
             f"{_duration(per_step * (steps - step))} left"
         )
 

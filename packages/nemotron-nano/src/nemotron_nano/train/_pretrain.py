@@ -15,6 +15,7 @@ from moe_core.plugins import Batch, LossOutput, Run
 from nemotron_nano.train._batches import TrainingError, as_many_on_every_rank
 from nemotron_nano.train._events import emit
 from nemotron_nano.train._measure import Totals, peak_memory_bytes, sum_over_ranks
+from nemotron_nano.train._utilisation import Utilisation
 from nemotron_nano.train.start import check_checkpoints
 
 if TYPE_CHECKING:
@@ -29,12 +30,13 @@ class Pretrain:
 
     def __call__(self, run: Run) -> int:
         steps = run.config.run.steps
+        utilisation = None if self.config.tflops is None else Utilisation(run.model, self.config.tflops)
         start = _restore(run)
         if start > steps:
             raise TrainingError(f"the checkpoint stands after step {start}, beyond run.steps = {steps}")
         emit(run, "run_start", run=run, first_step=start, steps=steps, description=run.data.describe())
         for step in range(start, steps):
-            emit(run, "step_end", step=step + 1, steps=steps, metrics=self._step(run, step))
+            emit(run, "step_end", step=step + 1, steps=steps, metrics=self._step(run, step, utilisation))
             done = step + 1
             if _due(done, self.config.evaluate_every, steps):
                 emit(run, "evaluated", step=done, metrics=evaluate(run))
@@ -44,11 +46,12 @@ class Pretrain:
         emit(run, "run_end", status=0)
         return 0
 
-    def _step(self, run: Run, step: int) -> Mapping[str, Any]:
+    def _step(self, run: Run, step: int, utilisation: Utilisation | None) -> Mapping[str, Any]:
         """One optimizer step, and what there is to report of it."""
         begin = time.perf_counter()
         run.model.train()
-        outputs = accumulate_gradients(run, run.data.train_batches(step))
+        batches = run.data.train_batches(step)
+        outputs = accumulate_gradients(run, batches)
         norm = run.clipper(run.model.parameters())
         lr = run.scheduler.get_last_lr()[0]
         # the norm is the same on all ranks, so all of them stop here or none
@@ -68,6 +71,7 @@ class Pretrain:
             "tokens": totals.tokens,
             "seconds": seconds,
             "tokens_per_second": totals.tokens / seconds,
+            **({} if utilisation is None else {"mfu": utilisation.of_step(batches, seconds)}),
             "peak_memory_bytes": totals.peak_memory_bytes,
             "expert_load": {name: counts.tolist() for name, counts in load.items()},
         }

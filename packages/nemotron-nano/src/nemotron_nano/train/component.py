@@ -53,6 +53,8 @@ class PretrainConfig:
     """Steps between checkpoints. 0: only after the last step."""
     router_bias_rate: float = attrs.field(default=1e-3, validator=validators.ge(0))
     """How far one step moves a router's selection bias towards an even load. 0: no balancing."""
+    tflops: float | None = attrs.field(default=None, validator=validators.optional(validators.gt(0)))
+    """10^12 operations a second that one device reaches; each step then reports its MFU, relative to that."""
 
 
 def build_adamw(config: AdamWConfig, run: "Run") -> "torch.optim.Optimizer":
