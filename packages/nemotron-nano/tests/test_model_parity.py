@@ -130,6 +130,67 @@ def test_groups_are_limited_where_all_biased_scores_are_negative():
     assert (ours - hf).norm() / hf.norm() < 1e-5
 
 
+def pair_up(model: NemotronNano, gap: float, offset: float) -> None:
+    """Experts 2i and 2i+1 get one row of the router; their biases differ by `gap`, for the one or the other.
+
+    Three of twelve are chosen, so that the last choice of every token is between the two of a pair.
+    """
+    with torch.no_grad():
+        for layer in model.backbone.layers:
+            if (router := getattr(layer.mixer, "router", None)) is not None:
+                router.weight[1::2] = router.weight[::2]
+                router.bias[1::2] = router.bias[::2] + gap * torch.tensor([1, -1, 1, -1, 1, -1])
+                router.bias.add_(offset)
+
+
+@pytest.mark.parametrize("config", [CONFIG, GROUPED], ids=["plain", "group-limited"])
+@pytest.mark.parametrize("offset", [0.0, -1.5], ids=["positive", "negative"])
+def test_nearly_equal_scores_are_decided_as_transformers_decides_them(config, offset):
+    """A gap that fp32 holds, and half precision of the logits, scores or biases does not."""
+    model, _ = both(config)
+    pair_up(model, gap=1e-5, offset=offset)
+    chosen, expected = record_choices(model), record_choices(oracle := as_transformers(model))
+    tokens = torch.randint(61, (2, 53), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, hf = model.eval()(tokens), oracle.eval()(tokens, use_cache=False).logits
+    assert len(chosen) == len(expected) == config.pattern.count("E")
+    for mine, theirs in zip(chosen, expected, strict=True):
+        assert torch.equal(mine.sort().values, theirs.sort().values)
+        assert (mine[:, 2] % 2).unique().tolist() == [0, 1]  # decided for the lower as well as for the higher id
+    assert (ours - hf).norm() / hf.norm() < 1e-5
+
+
+@pytest.mark.parametrize("offset", [0.0, -1.5], ids=["positive", "negative"])
+def test_equal_scores_go_to_the_lower_id_and_to_as_many_experts(offset):
+    """Which of two equals transformers takes is left to its topk, so here their weights are equal as well."""
+    model, _ = both(CONFIG)
+    pair_up(model, gap=0.0, offset=offset)
+    with torch.no_grad():
+        for layer in model.backbone.layers:
+            if (experts := getattr(layer.mixer, "experts", None)) is not None:
+                for stack in experts.parameters():
+                    stack[1::2] = stack[::2]
+    chosen, oracle = record_choices(model), as_transformers(model)
+    tokens = torch.randint(61, (2, 53), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, hf = model.eval()(tokens), oracle.eval()(tokens, use_cache=False).logits
+    assert (ours - hf).norm() / hf.norm() < 1e-5
+    for ids in chosen:
+        assert torch.equal(ids[:, 1], ids[:, 0] + 1)  # the first pair whole
+        assert (ids[:, ::2] % 2 == 0).all()
+
+
+def record_choices(model: nn.Module) -> list[torch.Tensor]:
+    """Filled in the next forward pass: [T, K] of each MoE layer."""
+    kept: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith(".router"):
+            module.register_forward_hook(lambda _m, _i, routing: kept.append(routing.expert_ids))
+        elif name.endswith(".gate"):
+            module.register_forward_hook(lambda _m, _i, out: kept.append(out[2]))
+    return kept
+
+
 def test_gradients_equal_transformers():
     model, oracle = both(CONFIG)
     tokens = torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(1))
