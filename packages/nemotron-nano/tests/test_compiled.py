@@ -16,15 +16,15 @@ SMALL = attrs.evolve(
 )  # fmt: skip
 
 
-def graphs_and_difference(kind: str, packed: bool) -> tuple[int, int, float]:
-    """Of three layers of a kind: graphs, breaks, and how far the compiled gradients are from the eager ones."""
+def graphs_and_difference(pattern: str, packed: bool, kinds: str | None = None) -> tuple[int, int, float]:
+    """Graphs, breaks, and how far the compiled gradients are from the eager ones; of all kinds in the pattern."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    config = attrs.evolve(SMALL, pattern=kind * 3)
+    config = attrs.evolve(SMALL, pattern=pattern)
     eager, compiled = NemotronNano(config), NemotronNano(config)
     compiled.load_state_dict(eager.state_dict())
-    compile_blocks(compiled, kind, backend="aot_eager")
+    compile_blocks(compiled, pattern if kinds is None else kinds, backend="aot_eager")
     tokens = torch.randint(61, (2, 21))
     documents = torch.tensor([[0] * 7 + [1] * 14, [3] * 21]) if packed else None
     with warnings.catch_warnings():
@@ -36,18 +36,27 @@ def graphs_and_difference(kind: str, packed: bool) -> tuple[int, int, float]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), apart
 
 
-@pytest.mark.parametrize(("kind", "packed"), [("M", True), ("*", False), ("-", False)])
+@pytest.mark.parametrize(("kind", "packed"), [("M", True), ("*", False), ("*", True), ("-", False)])
 def test_blocks_of_a_kind_share_one_whole_graph(kind, packed):
-    graphs, breaks, apart = graphs_and_difference(kind, packed)
+    graphs, breaks, apart = graphs_and_difference(kind * 3, packed)
     assert apart < 1e-5
     assert (graphs, breaks) == (1, 0)
 
 
-def test_a_block_with_experts_is_cut_where_it_reads_its_counts():
-    graphs, breaks, apart = graphs_and_difference("E", False)
+def test_each_kind_is_one_graph_and_what_is_not_chosen_is_none():
+    graphs, breaks, apart = graphs_and_difference("M*E-M*", False, kinds="M*")
     assert apart < 1e-5
-    assert graphs > 1
-    assert breaks > 0
+    assert (graphs, breaks) == (2, 0)
+
+
+def test_a_block_with_experts_is_cut_where_it_reads_its_counts():
+    """16 pieces of one block and 18 of three, with torch 2.13 on a CPU: two are compiled again, for any number of rows,
+    when loads differ. That depends on the loads, on where moe-core asks about the CPU, and on what dynamo traces.
+    """
+    graphs, breaks, apart = graphs_and_difference("EEE", False)
+    assert apart < 1e-5
+    assert 10 <= graphs <= 24  # three blocks that shared none would be 48
+    assert graphs - 4 <= breaks < graphs
 
 
 def test_unknown_kinds_are_refused():
