@@ -218,3 +218,17 @@ def placed(order: str):
 @pytest.mark.parametrize("order", ["rows", "both", "half"])
 def test_the_region_of_a_shard(order):
     assert run_ranks(placed, 4, order, timeout=60) == [True] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_step_from_scratch_is_finite_and_moves_everything(dtype):
+    model = built(attrs.evolve(TINY, pattern="MEM*E-", num_experts=4), dtype=dtype)
+    tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+    logits = model(tokens)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    assert 4 < loss.item() < 8  # a uniform guess among 256 is at 5.5
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.norm() > 0, name
