@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import time
 import traceback
 
 import torch.distributed as dist
@@ -11,6 +12,10 @@ from nemotron_nano.errors import is_user_error
 from nemotron_nano.train._batches import TrainingError
 from nemotron_nano.train._process_group import LaunchError, Place, choose_device_type, process_group, set_threads
 from nemotron_nano.train.assemble import assemble
+
+LEAVE_AFTER_S = 1.0
+"""Seconds that a rank stays after a failure. Its peers fail as soon as it has left, and the launcher, which looks ten
+times a second and names one rank, must have seen by then who was first."""
 
 
 def train_on_this_rank(config: Config, *, resume: bool) -> int:
@@ -35,13 +40,20 @@ def train_on_this_rank(config: Config, *, resume: bool) -> int:
             return _say_once(error, place, status=2)
         # in one piece, since other ranks may print at the same time
         who = f"nemotron-nano: rank {place.rank} of {place.world_size} failed:"
-        print(f"{who}\n{traceback.format_exc()}", file=sys.stderr)
-        return 1
+        print(f"{who}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        return _stay_a_while(1)
 
 
 def _say_once(error: Exception, place: Place, status: int) -> int:
     if _is_first_to_say(place):
-        print(f"nemotron-nano: {error}", file=sys.stderr)
+        print(f"nemotron-nano: {error}", file=sys.stderr, flush=True)
+    return _stay_a_while(status)
+
+
+def _stay_a_while(status: int) -> int:
+    """`status`, after a while if there are peers that this rank's end would make fail."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        time.sleep(LEAVE_AFTER_S)
     return status
 
 
