@@ -46,7 +46,7 @@ class Pretrain:
         emit(run, "run_end", status=0)
         return 0
 
-    def _step(self, run: Run, step: int, utilisation: Utilisation | None) -> Mapping[str, Any]:
+    def _step(self, run: Run, step: int, utilisation: Utilisation | None = None) -> Mapping[str, Any]:
         """One optimizer step, and what there is to report of it."""
         begin = time.perf_counter()
         run.model.train()
