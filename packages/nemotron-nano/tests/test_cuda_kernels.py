@@ -337,6 +337,19 @@ def test_double_precision_and_other_devices_are_refused_where_they_are_met(calls
     assert calls == []
 
 
+def test_a_run_on_these_kernels_is_read_again_on_a_machine_without_them(tmp_path):
+    from nemotron_nano.trained import NotTrainedError, trained_model
+
+    config = load_config((), ["model.mamba_kernels=cuda", f"run.output_dir={tmp_path}"])
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    try:
+        # the model is built, and then there is nothing to load
+        with pytest.raises(NotTrainedError, match="has no checkpoint"), trained_model(tmp_path):
+            pass
+    finally:
+        torch.distributed.destroy_process_group()  # it is left alone after an error
+
+
 def test_an_unknown_choice_is_refused():
     with pytest.raises(NemotronNanoConfigError, match="mamba_kernels = 'triton': must be 'torch' or 'cuda'"):
         NemotronNano(SMALL, mamba_kernels="triton")
