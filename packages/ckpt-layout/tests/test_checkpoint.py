@@ -120,41 +120,76 @@ def full_state(model, optimizer):
     return state, [group["lr"] for group in optimizer.param_groups]
 
 
-def save_run(layouts, directory, experts=E):
-    """Three steps under each layout, saved in a folder of its own; the state then, and after one more step."""
+def local_state(model, optimizer):
+    """What this rank holds of the same, without a collective."""
+    from torch.distributed.tensor import DTensor
+
+    def local(value):
+        return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+
+    names = {id(p): name for name, p in model.named_parameters()}
+    state = {name: local(value) for name, value in model.state_dict().items()}
+    for p, values in optimizer.state.items():
+        state |= {f"{names[id(p)]}/{key}": local(value) for key, value in values.items()}
+    return state, [group["lr"] for group in optimizer.param_groups]
+
+
+def saved_by(model, folder):
+    """Three steps, saved; the state then, and after one more step."""
     from ckpt_layout import save_checkpoint
 
-    states = []
-    for layout in layouts:
-        model = sharded(layout, experts)
-        optimizer, scheduler = optimizers(model)
-        train(model, optimizer, scheduler, range(3))
-        folder = directory / str(layout)
-        save_checkpoint(folder, 3, model=model, optimizer=optimizer, scheduler=scheduler, state={"seen": [1, 2.5]})
-        after = full_state(model, optimizer)
-        train(model, optimizer, scheduler, range(3, 4))
-        states.append((after, full_state(model, optimizer)))
-    return states
+    optimizer, scheduler = optimizers(model)
+    train(model, optimizer, scheduler, range(3))
+    save_checkpoint(folder, 3, model=model, optimizer=optimizer, scheduler=scheduler, state={"seen": [1, 2.5]})
+    after = full_state(model, optimizer)
+    train(model, optimizer, scheduler, range(3, 4))
+    return after, full_state(model, optimizer)
 
 
-def load_run(layouts, directory, sources, experts=E):
-    """Each source under each layout: the caller's state, everything after the load, and after one more step."""
+def loaded_by(model, folder, state_of):
+    """What a load over NaN gives: the caller's state, `state_of` everything then, and after one more step."""
     from ckpt_layout import load_checkpoint
 
-    found = {}
-    for layout in layouts:
-        model = sharded(layout, experts)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(float("nan"))
+    optimizer, scheduler = optimizers(model)
+    state = load_checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler)
+    loaded = state_of(model, optimizer)
+    train(model, optimizer, scheduler, range(3, 4))
+    return state, loaded, state_of(model, optimizer)
+
+
+def same_or_names(mine, want):
+    """[] if two states are equal bit by bit, else what differs."""
+    (tensors, rates), (others, other_rates) = mine, want
+    wrong = sorted(tensors.keys() ^ others.keys())
+    wrong += [name for name in tensors.keys() & others.keys() if not torch.equal(tensors[name], others[name])]
+    return wrong if rates == other_rates else [*wrong, "lr"]
+
+
+def save_and_load(layouts, directory, saves, sources, experts):
+    """Under each layout, a checkpoint in a folder of its own; then under each, every source.
+
+    Returns the states around each save; per layout what the first source's load gave, put together from all shards;
+    and per source and layout the caller's state and what differs, on this rank, from the first source's.
+    """
+
+    def full_and_local(model, optimizer):
+        return full_state(model, optimizer), local_state(model, optimizer)
+
+    models = {layout: sharded(layout, experts) for layout in layouts}
+    saved = [saved_by(model, directory / str(layout)) for layout, model in models.items() if saves]
+    firsts, found = {}, {}
+    for layout, model in models.items():
         for source in sources:
-            with torch.no_grad():
-                for tensor in model.state_dict().values():
-                    tensor.fill_(float("nan"))
-            optimizer, scheduler = optimizers(model)
-            folder = directory / str(source)
-            state = load_checkpoint(folder, model=model, optimizer=optimizer, scheduler=scheduler)
-            loaded = full_state(model, optimizer)
-            train(model, optimizer, scheduler, range(3, 4))
-            found[source, layout] = state, loaded, full_state(model, optimizer)
-    return found
+            folder, is_first = directory / str(source), source == sources[0]
+            state, *states = loaded_by(model, folder, full_and_local if is_first else local_state)
+            if is_first:
+                firsts[layout] = [full for full, _ in states]
+                states = mine = [local for _, local in states]
+            found[source, layout] = state, [same_or_names(*both) for both in zip(states, mine, strict=True)]
+    return saved, firsts, found
 
 
 def assert_same(mine, want):
@@ -166,26 +201,37 @@ def assert_same(mine, want):
 
 
 def test_every_layout_loads_what_every_other_saved_bit_by_bit(tmp_path):
-    """World 1, 2 and 4, ep 1, 2 and 4, replicas: weights and moments, then one more step."""
+    """World 1, 2 and 4, ep 1, 2 and 4, replicas: weights and moments, then one more step.
+
+    Under each layout the first source's state is put together and compared with what one process had, and each
+    rank compares its shards of the others with its shards of that one.
+    """
     experts = 10  # 3, 3, 3, 1 at ep 4
-    (first, after_a_step), *_ = run_ranks(save_run, 1, [PLAIN], tmp_path, experts, timeout=240)[0]
+    sources = [layout for layouts in LAYOUTS.values() for layout in layouts]
+
+    def on(ranks, saves, sources):
+        return run_ranks(save_and_load, ranks, LAYOUTS[ranks], tmp_path, saves, sources, experts, timeout=240)
+
+    results = [on(1, True, []), on(2, True, []), on(4, True, sources), on(2, False, sources), on(1, False, sources)]
+    first, after_a_step = results[0][0][0][0]
     assert "experts.up_proj/exp_avg" in first[0]
     assert not any(name.startswith("unused/") for name in first[0])
     assert first[0]["dense.weight/step"] == 3
-    for ranks in (2, 4):
-        for states in run_ranks(save_run, ranks, LAYOUTS[ranks], tmp_path, experts, timeout=240):
-            for saved, later in states:
-                assert_same(saved, first)
-                assert_same(later, after_a_step)
-    sources = [layout for layouts in LAYOUTS.values() for layout in layouts]
-    pairs = set()
-    for ranks, layouts in LAYOUTS.items():
-        for found in run_ranks(load_run, ranks, layouts, tmp_path, sources, experts, timeout=240):
-            for pair, (state, loaded, later) in found.items():
-                assert state == {"seen": [1, 2.5], "step": 3}, pair
-                assert_same(loaded, first)
-                assert_same(later, after_a_step)
-                pairs.add(pair)
+    pairs, saves = set(), 0
+    for saved, firsts, found in (outcome for ranks in results for outcome in ranks):
+        for before, after in saved:
+            assert_same(before, first)
+            assert_same(after, after_a_step)
+            saves += 1
+        for loaded, later in firsts.values():
+            assert_same(loaded, first)
+            assert_same(later, after_a_step)
+        for pair, (state, different) in found.items():
+            assert state == {"seen": [1, 2.5], "step": 3}, pair
+            assert different == [[], []], pair
+            assert pair[1] in firsts
+            pairs.add(pair)
+    assert saves == 1 + 2 * 2 + 4 * 5
     assert len(pairs) == len(sources) ** 2 == 64
 
 
@@ -203,8 +249,8 @@ def test_random_layouts_and_numbers_of_experts(experts, saved, loaded):
         dist.broadcast_object_list(folder)
         directory = Path(folder[0])
         try:
-            ((before, after),) = save_run([saved], directory, experts)
-            ((_, back, later),) = load_run([loaded], directory, [saved], experts).values()
+            before, after = saved_by(sharded(saved, experts), directory)
+            _, back, later = loaded_by(sharded(loaded, experts), directory, full_state)
             dist.barrier()
         finally:
             if dist.get_rank() == 0:
@@ -417,7 +463,13 @@ def test_mistakes_are_refused_before_anything_is_written(tmp_path, options, mess
 
 
 def test_a_rank_that_is_killed_in_a_save_leaves_the_last_good_checkpoint(tmp_path):
-    ((saved, _),) = run_ranks(save_run, 2, [FSDP2], tmp_path)[0]
+    def good(directory):
+        return saved_by(sharded(FSDP2), directory)[0]
+
+    def again(directory):
+        return loaded_by(sharded(FSDP2), directory, full_state)
+
+    saved = run_ranks(good, 2, tmp_path)[0]
 
     def killed(directory):
         import os
@@ -435,15 +487,13 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_last_good_checkpoint(tmp_pat
 
         if dist.get_rank() == 1:
             FileSystemWriter.write_data = die
-        save_checkpoint(directory / str(FSDP2), 4, model=model)
+        save_checkpoint(directory, 4, model=model)
 
     with pytest.raises(RankFailed, match="SIGKILL"):
         run_ranks(killed, 2, tmp_path, timeout=30)
-    folder = tmp_path / str(FSDP2)
-    assert (folder / "latest").read_text() == "step-00000003\n"
-    assert not (folder / "step-00000004").exists()
-    for found in run_ranks(load_run, 2, [FSDP2], tmp_path, [FSDP2]):
-        ((state, loaded, _),) = found.values()
+    assert (tmp_path / "latest").read_text() == "step-00000003\n"
+    assert not (tmp_path / "step-00000004").exists()
+    for state, loaded, _ in run_ranks(again, 2, tmp_path):
         assert state["step"] == 3
         assert_same(loaded, saved)
 

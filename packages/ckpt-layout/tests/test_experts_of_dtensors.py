@@ -13,9 +13,12 @@ def stack(experts):
     return torch.arange(experts).view(-1, 1, 1) + rows * 0.01 + columns * 0.001
 
 
-def shards_of(kind, experts):
-    """This rank's ({expert: values}, expert_range or its error, collectives) for one way of sharding."""
-    import torch.distributed as dist
+KINDS = ["plain", "replicated", "shard", "inner", "nested", "shard + inner", "fsdp", "hsdp", "ep", "ep + fsdp"]
+COUNTS = [5, 10, 8]
+
+
+def shards_of_all_kinds():
+    """{(kind, experts): this rank's ({expert: values}, collectives)} for every way of sharding."""
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -24,45 +27,48 @@ def shards_of(kind, experts):
     from ckpt_layout import expert_range, split_experts
     from moe_core.testing import count_collectives
 
-    full = stack(experts)
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "ep"))
 
-    def fsdp(module, mesh):
-        fully_shard(module, mesh=mesh)
-        return module.experts
-
-    def module(tensor):
+    def fsdp(tensor, mesh):
         holder = nn.Module()
         holder.experts = nn.Parameter(tensor)
-        return holder
+        fully_shard(holder, mesh=mesh)
+        return holder.experts
 
-    def expert_parallel():
-        local = full.chunk(2)[grid.get_local_rank("ep")].clone() if experts > 1 else full.clone()
+    def expert_parallel(full):
+        local = full.chunk(2)[grid.get_local_rank("ep")].clone() if len(full) > 1 else full.clone()
         return DTensor.from_local(local, grid["ep"], (Shard(0),), shape=full.shape, stride=full.stride())
 
     made = {
-        "plain": lambda: full,
-        "replicated": lambda: distribute_tensor(full, flat, (Replicate(),)),
-        "shard": lambda: distribute_tensor(full, flat, (Shard(0),)),
-        "inner": lambda: distribute_tensor(full, grid, (Replicate(), Shard(2))),
-        "nested": lambda: distribute_tensor(full, grid, (Shard(0), Shard(0))),
-        "shard + inner": lambda: distribute_tensor(full, grid, (Shard(0), Shard(1))),
-        "fsdp": lambda: fsdp(module(full), flat),
-        "hsdp": lambda: fsdp(module(full), grid),
+        "plain": lambda full: full,
+        "replicated": lambda full: distribute_tensor(full, flat, (Replicate(),)),
+        "shard": lambda full: distribute_tensor(full, flat, (Shard(0),)),
+        "inner": lambda full: distribute_tensor(full, grid, (Replicate(), Shard(2))),
+        "nested": lambda full: distribute_tensor(full, grid, (Shard(0), Shard(0))),
+        "shard + inner": lambda full: distribute_tensor(full, grid, (Shard(0), Shard(1))),
+        "fsdp": lambda full: fsdp(full, flat),
+        "hsdp": lambda full: fsdp(full, grid),
         "ep": expert_parallel,
-        "ep + fsdp": lambda: fsdp(module(expert_parallel()), grid["outer"]),
+        "ep + fsdp": lambda full: fsdp(expert_parallel(full), grid["outer"]),
     }
-    tensor = made[kind]()
-    with count_collectives() as count:
-        views = split_experts(tensor)
-        ids = expert_range(tensor)
-    assert list(views) == list(ids)
-    if views:
-        first = next(iter(views.values()))
-        assert first.data_ptr() == (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
-    dist.barrier()
-    return {expert: view.detach().clone() for expert, view in views.items()}, count.total
+
+    def shards_of(tensor):
+        with count_collectives() as count:
+            views = split_experts(tensor)
+            ids = expert_range(tensor)
+        assert list(views) == list(ids)
+        if views:
+            first = next(iter(views.values()))
+            assert first.data_ptr() == (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+        return {expert: view.detach().clone() for expert, view in views.items()}, count.total
+
+    return {(kind, experts): shards_of(made[kind](stack(experts))) for kind in KINDS for experts in COUNTS}
+
+
+@pytest.fixture(scope="module")
+def every():
+    return run_ranks(shards_of_all_kinds, 4)
 
 
 SIZES = {
@@ -73,14 +79,11 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("experts", [5, 10, 8])
-@pytest.mark.parametrize(
-    "kind",
-    ["plain", "replicated", "shard", "inner", "nested", "shard + inner", "fsdp", "hsdp", "ep", "ep + fsdp"],
-)
-def test_ids_and_values(kind, experts):
+@pytest.mark.parametrize("experts", COUNTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_and_values(every, kind, experts):
     full = stack(experts)
-    results = run_ranks(shards_of, 4, kind, experts)
+    results = [of_rank[kind, experts] for of_rank in every]
     seen = []
     for views, collectives in results:
         assert collectives == 0
@@ -98,9 +101,8 @@ def test_ids_and_values(kind, experts):
         assert [len(views) for views, _ in results] == SIZES[kind if kind in SIZES else "shard"](experts)
 
 
-def test_the_uneven_table():
-    results = run_ranks(shards_of, 4, "fsdp", 5)
-    assert [list(views) for views, _ in results] == [[0, 1], [2, 3], [4], []]
+def test_the_uneven_table(every):
+    assert [list(of_rank["fsdp", 5][0]) for of_rank in every] == [[0, 1], [2, 3], [4], []]
 
 
 def test_a_shard_of_the_wrong_length_is_named():

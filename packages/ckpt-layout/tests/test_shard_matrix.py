@@ -4,6 +4,7 @@ Every rank-case compares ids, values and keys with what `torch.chunk` gives. The
 place of `torch.chunk`'s are the negative control.
 """
 
+import pytest
 import torch
 
 from moe_core.testing import run_ranks
@@ -18,8 +19,8 @@ def stack(experts, rows, columns, start):
     return start + torch.arange(experts * rows * columns, dtype=torch.float32).view(experts, rows, columns)
 
 
-def cases_of_this_rank(balanced):
-    """{case: None or what is wrong} of this rank."""
+def cases_of_this_rank():
+    """{balanced: {case: None or what is wrong}} of this rank, under `torch.chunk`'s split and under a balanced one."""
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -118,32 +119,36 @@ def cases_of_this_rank(balanced):
         for layout in CONTROLS:
             cases[f"{layout}/{experts}"] = lambda e=experts, name=layout: control(name, e)
 
-    original = _ranges.chunk_range
-    if balanced:
-        _ranges.chunk_range = balanced_expert_range
-    outcome = {}
+    def outcome_of(case):
+        try:
+            case()
+        except (AssertionError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    outcomes = {False: {name: outcome_of(case) for name, case in cases.items()}}
+    original, _ranges.chunk_range = _ranges.chunk_range, balanced_expert_range
     try:
-        for name, case in cases.items():
-            try:
-                case()
-                outcome[name] = None
-            except (AssertionError, ValueError) as error:
-                outcome[name] = f"{type(error).__name__}: {error}"
+        outcomes[True] = {name: outcome_of(case) for name, case in cases.items()}
     finally:
         _ranges.chunk_range = original
-    dist.barrier()
-    return outcome
+    return outcomes
 
 
-def test_every_rank_case_has_its_ids_values_and_keys():
-    results = run_ranks(cases_of_this_rank, 4, False)
+@pytest.fixture(scope="module")
+def outcomes():
+    return run_ranks(cases_of_this_rank, 4)
+
+
+def test_every_rank_case_has_its_ids_values_and_keys(outcomes):
+    results = [of_rank[False] for of_rank in outcomes]
     assert sum(len(outcome) for outcome in results) == 132
     wrong = {(rank, name): what for rank, outcome in enumerate(results) for name, what in outcome.items() if what}
     assert not wrong
 
 
-def test_a_balanced_split_fails_exactly_the_uneven_shards():
-    results = run_ranks(cases_of_this_rank, 4, True)
+def test_a_balanced_split_fails_exactly_the_uneven_shards(outcomes):
+    results = [of_rank[True] for of_rank in outcomes]
     wrong = {(rank, name): what for rank, outcome in enumerate(results) for name, what in outcome.items() if what}
     assert len(wrong) == 25
     # 5 experts: ranks 1 to 3; 10: ranks 2 and 3
