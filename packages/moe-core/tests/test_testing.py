@@ -144,3 +144,23 @@ def test_a_call_finds_nothing_of_the_meshes_of_an_earlier_one():
 
     assert run_ranks(results_mesh_is_the_operands, 2) == [True, True]
     assert run_ranks(results_mesh_is_the_operands, 2) == [True, True]
+
+
+def test_a_mesh_and_so_its_threads_end_with_the_call():
+    def use(shape):
+        import weakref
+
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+        rows = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(0)])
+        (rows * 2).sum(0).redistribute(mesh, [Replicate(), Replicate()])
+        dist.meshes = [*getattr(dist, "meshes", []), weakref.ref(mesh)]  # the module outlives the call
+
+    def left():
+        return len(dist.meshes), sum(mesh() is not None for mesh in dist.meshes)
+
+    run_ranks(use, 2, (2, 1))
+    run_ranks(use, 2, (1, 2))
+    assert run_ranks(left, 2) == [(2, 0)] * 2

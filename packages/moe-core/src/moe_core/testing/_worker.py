@@ -1,5 +1,6 @@
 """One rank of `run_ranks`: waits for calls on the file descriptor that it is given."""
 
+import functools
 import gc
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor._redistribute
 import torch.distributed.tensor.debug
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it silently
 
@@ -60,9 +62,24 @@ def _run(rank: int, world_size: int, port: int, timeout: float, device_type: str
 
 
 def _forget_meshes() -> None:
-    """Meshes compare equal across calls, so DTensor's caches would hand out one whose groups are gone."""
-    clear = getattr(torch.distributed.tensor.debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:
+    """DTensor's caches hold meshes, and with them the groups and their threads; as meshes compare equal across calls,
+    they would even hand out one whose groups are gone.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor."):
+            for holder in (module, *(value for value in vars(module).values() if isinstance(value, type))):
+                for attribute in list(vars(holder)):
+                    cached = getattr(holder, attribute, None)
+                    if isinstance(cached, functools._lru_cache_wrapper):
+                        cached.cache_clear()
+    _clear(torch.distributed.tensor.debug, "_clear_sharding_prop_cache")
+    _clear(torch.distributed.tensor._redistribute, "clear_redistribute_planner_cache")
+
+
+def _clear(holder: Any, method: str) -> None:
+    """Versions of torch differ in what there is to clear."""
+    clear = getattr(holder, method, None)
+    if callable(clear):
         clear()
 
 
