@@ -295,6 +295,16 @@ def test_a_tensor_on_disk_that_is_not_whole_is_neither_written_nor_read(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
+def test_a_family_that_does_not_exist_is_answered_with_those_that_do(tmp_path):
+    model = tree({"model.norm.weight": (D,)})
+    message = f"family = 'mixtrall': must be one of {', '.join(sorted(families()))}, or a Family"
+    with pytest.raises(ValueError, match=message):
+        save_hf(model, tmp_path / "out", family="mixtrall")
+    save_hf(model, tmp_path / "out", family="mixtral")
+    with pytest.raises(ValueError, match=message):
+        load_hf(model, tmp_path / "out", family="mixtrall")
+
+
 def test_two_tensors_of_one_name_in_the_files_are_refused(tmp_path):
     model = tree({"model.layers.0.mlp.gate.weight": (E, D), "model.layers.0.block_sparse_moe.gate.weight": (E, D)})
     message = "block_sparse_moe.gate.weight: several tensors of the model go by this name in the files: .*mlp.gate"

@@ -434,6 +434,31 @@ def test_a_layout_reads_its_own_bytes_and_writes_the_whole_model(tmp_path, layou
         assert_equal(results[0][2], expected_state(tensors, experts))
 
 
+def test_a_rank_without_experts_in_bf16(tmp_path):
+    """5 experts on 4 ranks: the last holds none; stacks in bf16, all else fp32, from a file in fp32 and back to one."""
+    tensors = disk_tensors()
+    source = write_folder(tmp_path / "in", tensors)
+
+    def there_and_back(source, target):
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        from ckpt_layout import load_hf, save_hf, split_experts
+
+        model, mesh = tiny(), init_device_mesh("cpu", (dist.get_world_size(),))
+        stacks = model.backbone.layers[1].mixer.experts.to(torch.bfloat16)
+        fully_shard(stacks, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        load_hf(model, source)
+        save_hf(model, target, family="nemotron_h", max_shard_size=300)
+        return list(split_experts(stacks.up_proj))
+
+    assert run_ranks(there_and_back, 4, source, tmp_path / "out") == [[0, 1], [2, 3], [4], []]
+    want = {key: value.bfloat16() if ".experts." in key else value for key, value in tensors.items()}
+    assert_equal(read_folder(tmp_path / "out"), want)
+
+
 def test_a_diverged_router_bias_is_never_exported(tmp_path):
     source = write_folder(tmp_path / "in", disk_tensors())
 
