@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_core import _large_pages
 from moe_core._row_invariance import BLAS_BYTES, aligned
 
 _STRIDE_BYTES = 16
@@ -163,6 +164,12 @@ def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     return F.grouped_mm(left, right, offs=offsets)
 
 
+def _weight_gradient_by_offsets(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    if grad.device.type == "cpu":
+        return _weight_gradient_on_cpu(grad, rows, offsets)
+    return _grouped_product(grad.t(), rows, offsets)
+
+
 def _zero_past(rows: Tensor, end: Tensor) -> Tensor:
     inside = torch.arange(rows.shape[0], device=rows.device) < end
     return torch.where(inside.unsqueeze(1), rows, 0)
@@ -191,7 +198,7 @@ class _GroupedMM(torch.autograd.Function):
             grad_rows = _grouped_product(grad, weight, offsets)
             grad_rows = grad_rows if ctx.exact else _zero_past(grad_rows, offsets[-1])
         if needs_weight:
-            grad_weight = _grouped_product(grad.t(), rows, offsets)
+            grad_weight = _weight_gradient_by_offsets(grad, rows, offsets)
         return grad_rows, grad_weight, None, None
 
 
@@ -239,7 +246,7 @@ def _(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
 @torch.library.custom_op("moe_core::grouped_weight_gradient", mutates_args=())
 def _weight_gradient(grad: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
     """[R, O], [R, I] -> [e, O, I]; zeros for experts without rows."""
-    stack = rows.new_empty(len(counts), grad.shape[1], rows.shape[1])
+    stack = _large_pages.new_empty(rows, (len(counts), grad.shape[1], rows.shape[1]))
     start = 0
     for expert, count in enumerate(counts):
         if count:
@@ -254,6 +261,20 @@ def _weight_gradient(grad: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
 @_weight_gradient.register_fake
 def _(grad: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
     return rows.new_empty(len(counts), grad.shape[1], rows.shape[1])
+
+
+@torch.library.custom_op("moe_core::grouped_weight_gradient_on_cpu", mutates_args=())
+def _weight_gradient_on_cpu(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """The same from where each expert's rows end, [e], which on a CPU the host can read at no cost."""
+    ends = [int(end) for end in offsets]
+    counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    stack: Tensor = _weight_gradient(grad, rows, counts)
+    return stack
+
+
+@_weight_gradient_on_cpu.register_fake
+def _(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    return rows.new_empty(offsets.shape[0], grad.shape[1], rows.shape[1])
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:

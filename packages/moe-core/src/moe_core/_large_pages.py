@@ -1,0 +1,28 @@
+"""Memory in large pages for a CPU's large results."""
+
+import math
+import mmap
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+_WORTHWHILE = 8 << 20
+"""Bytes from which on it is used: a page of this kind has 2 MiB."""
+
+_CAN = hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def new_empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Like `like.new_empty(shape)`; on Linux, a large one on the CPU is in large pages if the system gives them.
+
+    The gradient of an expert stack is new memory in every step, and its first touch, page by page, can take as long
+    as the products that are written to it: 33 of 58 ms for 50 MB in pages of 4 KiB, 4 of 29 ms in large ones.
+    """
+    count = math.prod(shape)
+    if not _CAN or like.device.type != "cpu" or count * like.element_size() < _WORTHWHILE:
+        return like.new_empty(shape)
+    memory = mmap.mmap(-1, count * like.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without them: the pages are small then
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=like.dtype, count=count).view(shape)
