@@ -2,7 +2,13 @@
 
 from typing import Any
 
-WORDS = ["tracker=[]", "data.sequence_length=6", "data.global_batch_size=4", "data.microbatches=2", "model.pattern=ME*E"]
+WORDS = [
+    "tracker=[]",
+    "data.sequence_length=6",
+    "data.global_batch_size=4",
+    "data.microbatches=2",
+    "model.pattern=ME*E",
+]
 EP = '{type="expert_parallelized"}'
 VARIANTS = [
     [f'transform=[{EP}, {{type="fsdp", separate_lm_head=true}}]', "loss.chunk_tokens=5"],
