@@ -68,7 +68,8 @@ class Model(Protocol):
     A transform gets it as `run.model` and returns it, changed in place or wrapped. A model's config may
     have an int attribute `num_experts`, which the mesh checks the EP degree against. It may also have a method
     `auxiliary_losses()`: what the last forward pass in training mode adds to the loss, by name, as sums over
-    this rank's tokens ([] fp32 with a graph), to be divided by the step's denominator like the loss itself.
+    this rank's tokens ([] fp32 with a graph), to be divided by the step's denominator like the loss itself; and
+    `flops_per_token(sequence_length)`, of a forward and backward pass, from which a trainer can tell MFU.
     """
 
     def forward(self, tokens: "Tensor", *, document_ids: "Tensor | None" = None, return_hidden: bool = False) -> Any:
