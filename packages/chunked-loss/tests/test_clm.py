@@ -464,6 +464,42 @@ def test_nothing_of_the_head_is_left_changed_by_an_exception_anywhere():
             assert keep or after_backward == (True, True, False)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("end", ["backward", "no backward", "exception"])
+def test_no_loss_outlives_its_call(end, keep):
+    """The hooks on a loss must not lead back to it: no collector sees a circle that leads through a graph."""
+
+    def alive():
+        import gc
+        import weakref
+
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model, made_losses = made(), []
+        fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (1,)))
+        fully_shard(model)
+
+        def look(head, args, loss):
+            made_losses.append(weakref.ref(loss))
+            if end == "exception":
+                raise KeyError("on purpose")
+
+        model.lm_head.register_forward_hook(look)
+        for _ in range(3):
+            try:
+                total = ChunkedCLMCrossEntropyLoss(chunk_tokens=4, keep_head_unsharded=keep)(model, batch()).sum
+                if end == "backward":
+                    total.backward()
+                del total
+            except KeyError:
+                assert end == "exception"
+        gc.collect()
+        return [made_loss() is not None for made_loss in made_losses]
+
+    assert run_ranks(alive, 1) == [[False] * 3]
+
+
 def test_a_recomputing_loss_gathers_the_head_again():
     def step():
         import torch.distributed as dist

@@ -9,7 +9,7 @@ import torch
 
 from moe_core import GroupedExperts, _large_pages
 
-_LARGE = (64, 300, 200)
+_LARGE = (65, 512, 512)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -44,18 +44,19 @@ def test_its_first_touch_takes_a_fault_a_large_page():
 @pytest.mark.parametrize("grouped_gemm", ["grouped_mm", "loop"])
 def test_gradients_of_large_stacks_accumulate_and_can_be_stepped(grouped_gemm):
     torch.manual_seed(0)
-    experts = GroupedExperts(40, 256, 256, grouped_gemm=grouped_gemm)
-    hidden, ids = torch.randn(50, 256), torch.randint(39, (50, 2))  # the last expert has no rows
+    experts = GroupedExperts(33, 512, 512, grouped_gemm=grouped_gemm)
+    hidden, ids = torch.randn(10, 512), torch.randint(32, (10, 2))  # the last expert has no rows
     optimizer = torch.optim.SGD(experts.parameters(), lr=0.1, momentum=0.9)
     weights = {name: weight.detach().double().clone() for name, weight in experts.named_parameters()}
     for _ in range(2):
-        experts(hidden, ids, torch.ones(50, 2)).sum().backward()
+        experts(hidden, ids, torch.ones(10, 2)).sum().backward()
 
     up, down = (weights[name].requires_grad_() for name in ("up_proj", "down_proj"))
     for _ in range(2):
         inner = torch.einsum("td,tkfd->tkf", hidden.double(), up[ids]).relu().square()
         torch.einsum("tkf,tkdf->td", inner, down[ids]).sum().backward()
     for weight, right in ((experts.up_proj, up), (experts.down_proj, down)):
+        assert not weight.grad.untyped_storage().resizable(), "not in large pages"
         assert torch.allclose(weight.grad.double(), right.grad, rtol=1e-4, atol=1e-5)
         assert not weight.grad[-1].any()
     before = experts.up_proj.detach().clone()

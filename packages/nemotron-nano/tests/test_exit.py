@@ -1,5 +1,6 @@
 """A process ends with its status, whatever torch's threads are at."""
 
+import os
 import subprocess
 import sys
 
@@ -29,6 +30,28 @@ def _ended(how: str) -> subprocess.CompletedProcess[str]:
 def test_threads_that_want_the_lock_do_not_abort_it(status):
     ended = _ended(f"leave({status})")
     assert (ended.returncode, ended.stdout) == (status, "said registered\n"), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("closed", "status", "says"),
+    [(">&-", 0, ""), ("2>&-", 0, ""), (">/dev/full", 1, "could not be written"), ("| true", 1, "")],
+)
+def test_a_stream_that_takes_no_more_changes_no_more_than_it_must(closed, status, says):
+    code = "import time, torch; from nemotron_nano._exit import leave; time.sleep(0.2); print('said'); leave(0)"
+    command = f'set -o pipefail; "{sys.executable}" -c "{code}" {closed}'
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(
+        ["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=120, env=environment, check=False
+    )
+    assert ended.returncode == status
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_python_s_own_threads_are_waited_for():
+    wait = "threading.Thread(target=lambda: (time.sleep(0.5), print('waited for', end=' '))).start(); leave(0)"
+    ended = _ended(wait)
+    assert (ended.returncode, ended.stdout) == (0, "said waited for registered\n"), ended.stderr
 
 
 def test_without_torch_it_is_the_usual_exit():

@@ -63,6 +63,9 @@ class HeadCall:
         with resharded_on_exception(self._head):
             try:
                 yield
+            except BaseException:
+                self._loss = None  # as in `finish`, which is not reached
+                raise
             finally:
                 for group, mesh_info in zip(groups, before, strict=True):
                     group.post_forward_mesh_info = mesh_info

@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -22,7 +24,14 @@ USER_ERROR = 2
 
 def command() -> NoReturn:
     """`main` as a process of its own."""
-    leave(main())
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except Exception:  # a defect, shown as Python shows it; but threads may be about that forbid Python's own end
+        traceback.print_exc()
+        status = 1
+    leave(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -53,7 +54,8 @@ def _say_once(error: Exception, place: Place, status: int) -> int:
 def _stay_a_while(status: int) -> int:
     """`status`, after a while if there are peers that this rank's end would make fail."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        time.sleep(LEAVE_AFTER_S)
+        with suppress(KeyboardInterrupt):  # an impatient user gets the failure's own status
+            time.sleep(LEAVE_AFTER_S)
     return status
 
 
