@@ -501,3 +501,20 @@ def test_experts_that_are_cut_across_are_not_drawn():
 def test_mistakes_are_told(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # which backend fits
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # and this
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_experts_with_aligned_widths_equal_eager_ones(dtype):
+    torch.manual_seed(0)
+    experts = GroupedExperts(8, 64, 64, dtype=dtype)
+    compiled = torch.compile(experts, backend="aot_eager")
+    hidden = torch.randn(20, 64, dtype=dtype, requires_grad=True)
+    ids, weights = torch.randint(7, (20, 2)), torch.rand(20, 2)
+    results = []
+    for layer in (experts, compiled):
+        out = layer(hidden, ids, weights)
+        results.append((out, *torch.autograd.grad(out.sum(), [hidden, *experts.parameters()])))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -159,6 +159,12 @@ def _has_instructions(dtype: torch.dtype) -> bool:
 
 
 def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    if left.device.type == "cpu" and torch.compiler.is_compiling():
+        return _products_in_a_graph(left, right, offsets)
+    return _grouped_product_by_torch(left, right, offsets)
+
+
+def _grouped_product_by_torch(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     if _through_fp32(left):
         return F.grouped_mm(left.float(), right.float(), offs=offsets).to(left.dtype)
     return F.grouped_mm(left, right, offs=offsets)
@@ -261,6 +267,17 @@ def _weight_gradient(grad: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
 @_weight_gradient.register_fake
 def _(grad: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
     return rows.new_empty(len(counts), grad.shape[1], rows.shape[1])
+
+
+@torch.library.custom_op("moe_core::grouped_products_in_a_graph", mutates_args=())
+def _products_in_a_graph(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """[R, I], [e, I, O] -> [R, O] on a CPU; torch's own operator can be traced in bf16 only."""
+    return _grouped_product_by_torch(rows, weight, offsets)
+
+
+@_products_in_a_graph.register_fake
+def _(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
 
 
 @torch.library.custom_op("moe_core::grouped_weight_gradient_on_cpu", mutates_args=())
