@@ -106,32 +106,27 @@ def optimizers(model):
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
+def state_of(model, optimizer, take):
+    """Weights, buffers and the optimizer's tensors by name, each as `take` gives it, and the learning rates."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    state = {name: take(value).detach().clone() for name, value in model.state_dict().items()}
+    for p, values in optimizer.state.items():
+        state |= {f"{names[id(p)]}/{key}": take(value).detach().clone() for key, value in values.items()}
+    return state, [group["lr"] for group in optimizer.param_groups]
+
+
 def full_state(model, optimizer):
     """Everything, put together from the shards by torch."""
     from torch.distributed.tensor import DTensor
 
-    def full(value):
-        return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-
-    names = {id(p): name for name, p in model.named_parameters()}
-    state = {name: full(value) for name, value in model.state_dict().items()}
-    for p, values in optimizer.state.items():
-        state |= {f"{names[id(p)]}/{key}": full(value) for key, value in values.items()}
-    return state, [group["lr"] for group in optimizer.param_groups]
+    return state_of(model, optimizer, lambda value: value.full_tensor() if isinstance(value, DTensor) else value)
 
 
 def local_state(model, optimizer):
     """What this rank holds of the same, without a collective."""
     from torch.distributed.tensor import DTensor
 
-    def local(value):
-        return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
-
-    names = {id(p): name for name, p in model.named_parameters()}
-    state = {name: local(value) for name, value in model.state_dict().items()}
-    for p, values in optimizer.state.items():
-        state |= {f"{names[id(p)]}/{key}": local(value) for key, value in values.items()}
-    return state, [group["lr"] for group in optimizer.param_groups]
+    return state_of(model, optimizer, lambda value: value.to_local() if isinstance(value, DTensor) else value)
 
 
 def saved_by(model, folder):
