@@ -1,7 +1,14 @@
 """Expert parallelism under activation checkpointing: what is recomputed waits for no device and breaks no tie anew."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_ep import apply_activation_checkpointing
+from moe_core import MoE
 
 
 def layer_under_checkpointing(mode, ties, device_type):
@@ -97,3 +104,32 @@ def test_the_comparison_sees_a_tie_that_is_broken_otherwise(on_ranks, device_typ
 
     with pytest.raises(RankFailed, match="CheckpointError"):
         on_ranks(layer_under_checkpointing, 2, "plain", True, device_type)
+
+
+@pytest.mark.parametrize(
+    ("grouped_gemm", "operator"),
+    [("loop", "moe_core::grouped_products"), ("grouped_mm", "moe_core::grouped_products_on_cpu")],
+)
+def test_selective_never_repeats_the_experts_products(grouped_gemm, operator):
+    """Forward and the rows' gradient take two each a layer; a recomputation would take two more."""
+    products = {}
+    for mode in ("none", "full", "selective"):
+        torch.manual_seed(0)
+        options = {"dim": 16, "num_experts": 5, "top_k": 2, "hidden_dim": 32, "grouped_gemm": grouped_gemm}
+        model = nn.Sequential(MoE(**options), MoE(**options))
+        apply_activation_checkpointing(model, mode, blocks=list(model))
+        hidden = torch.randn(9, 16, requires_grad=True)
+        with _Count() as count:
+            model(hidden).sum().backward()
+        products[mode] = count.calls[operator]
+    assert products == {"none": 8, "full": 12, "selective": 8}
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))

@@ -123,6 +123,17 @@ def test_selective_keeps_matrix_products_and_recomputes_the_rest(marked):
     assert counts["selective"].calls["aten::tanh"] == 6
 
 
+@pytest.mark.parametrize(("expensive", "calls"), [(True, 3), (False, 6)])
+def test_selective_keeps_what_says_that_it_is_expensive(expensive, calls):
+    operator = torch.ops.fsdp_ep_test.choose.default
+    operator.expensive = expensive
+    try:
+        _run("selective")
+    finally:
+        del operator.expensive
+    assert _choose.calls == calls
+
+
 def test_a_second_backward_recomputes_once_more(marked):
     torch.manual_seed(0)
     model = apply_activation_checkpointing(_Model(), "full")

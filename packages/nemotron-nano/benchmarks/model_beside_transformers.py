@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     table = Table(
         "", "dtype", "CPU ms", "transformers'", "CPU ratio", "target", "wall ratio", title="forward + backward"

@@ -3,7 +3,8 @@
 A recomputed router may break a near-tie the other way and train another model than the one whose loss was
 taken. So an operator whose result must be kept says so by a true attribute `must_save` on its
 `torch._ops.OpOverload`, e.g. `torch.ops.my_router.choose.default.must_save = True`, and every mode here saves
-it. Nothing else of the package that defines it has to be known.
+it. In the same way an operator that is dear to compute again says `expensive`, and "selective" saves it. Nothing else
+of the package that defines it has to be known.
 """
 
 import functools
@@ -43,8 +44,8 @@ def apply_activation_checkpointing(
     Args:
         model: changed in place; may be on the meta device.
         mode: "none"; "full": every block; "every_nth": the first of every `every` blocks, in order;
-            "selective": every block, but results of matrix products, convolutions, attention kernels and
-            functional collectives are kept, the rest is recomputed.
+            "selective": every block, but results of matrix products, convolutions, attention kernels,
+            functional collectives and operators marked `expensive` are kept, the rest is recomputed.
         every: with "every_nth", at least 1.
         blocks: default: the children of the outermost `nn.ModuleList`s.
 
@@ -94,5 +95,5 @@ def _is_marked(operator: Any) -> bool:
 
 def _is_marked_or_expensive(operator: Any) -> bool:
     namespace, _, name = operator._schema.name.partition("::")
-    expensive = name in _EXPENSIVE or name.startswith(_EXPENSIVE_PREFIXES)
+    expensive = name in _EXPENSIVE or name.startswith(_EXPENSIVE_PREFIXES) or getattr(operator, "expensive", False)
     return _is_marked(operator) or namespace in _COMMUNICATION or expensive

@@ -2,7 +2,10 @@
 
 Both compute `rows[s:t] @ weight[i].T` for the rows s..t of expert i, give experts without rows a gradient of
 exact zeros, and give rows past the last expert's, which may hold anything, zeros in the result and in the
-gradient, chosen by `where` so that a NaN there does not spread.
+gradient, written over what is there so that a NaN does not spread.
+
+The operators that multiply carry the attribute `expensive`: a policy for selective activation checkpointing that knows
+only torch's products can keep their results as well.
 
 A CPU without instructions for a 16-bit dtype takes up to 40 times longer for its products than for those in fp32;
 there both take them in fp32 and round the results, which is the same arithmetic.
@@ -17,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_core import _large_pages
+from moe_core import _kept_memory
 from moe_core._row_invariance import BLAS_BYTES, aligned
 
 _STRIDE_BYTES = 16
@@ -158,10 +161,12 @@ def _has_instructions(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and bf16
 
 
-def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
-    if left.device.type == "cpu" and torch.compiler.is_compiling():
-        return _products_in_a_graph(left, right, offsets)
-    return _grouped_product_by_torch(left, right, offsets)
+def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor, exact: bool) -> Tensor:
+    """[R, I], [e, I, O], where each expert's rows end [e] -> [R, O]; zeros past the last expert's rows."""
+    if left.device.type == "cpu":
+        return _products_on_cpu(left, right, offsets)
+    out = _grouped_product_by_torch(left, right, offsets)
+    return out if exact else _zero_past(out, offsets[-1])
 
 
 def _grouped_product_by_torch(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
@@ -173,7 +178,7 @@ def _grouped_product_by_torch(left: Tensor, right: Tensor, offsets: Tensor) -> T
 def _weight_gradient_by_offsets(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     if grad.device.type == "cpu":
         return _weight_gradient_on_cpu(grad, rows, offsets)
-    return _grouped_product(grad.t(), rows, offsets)
+    return _grouped_product_by_torch(grad.t(), rows, offsets)
 
 
 def _zero_past(rows: Tensor, end: Tensor) -> Tensor:
@@ -188,8 +193,7 @@ class _GroupedMM(torch.autograd.Function):
         ctx.exact = exact
         if rows.shape[0] == 0:
             return rows.new_zeros(0, weight.shape[1])
-        out = _grouped_product(rows, weight.transpose(1, 2), offsets)
-        return out if exact else _zero_past(out, offsets[-1])
+        return _grouped_product(rows, weight.transpose(1, 2), offsets, exact)
 
     @staticmethod
     @once_differentiable
@@ -201,8 +205,7 @@ class _GroupedMM(torch.autograd.Function):
         grad = grad.contiguous()  # an expanded gradient has strides that the kernel refuses
         grad_rows = grad_weight = None
         if needs_rows:
-            grad_rows = _grouped_product(grad, weight, offsets)
-            grad_rows = grad_rows if ctx.exact else _zero_past(grad_rows, offsets[-1])
+            grad_rows = _grouped_product(grad, weight, offsets, ctx.exact)
         if needs_weight:
             grad_weight = _weight_gradient_by_offsets(grad, rows, offsets)
         return grad_rows, grad_weight, None, None
@@ -252,7 +255,7 @@ def _(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
 @torch.library.custom_op("moe_core::grouped_weight_gradient", mutates_args=())
 def _weight_gradient(grad: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
     """[R, O], [R, I] -> [e, O, I]; zeros for experts without rows."""
-    stack = _large_pages.new_empty(rows, (len(counts), grad.shape[1], rows.shape[1]))
+    stack = _kept_memory.new_empty(rows, (len(counts), grad.shape[1], rows.shape[1]))
     start = 0
     for expert, count in enumerate(counts):
         if count:
@@ -269,13 +272,18 @@ def _(grad: Tensor, rows: Tensor, counts: list[int]) -> Tensor:
     return rows.new_empty(len(counts), grad.shape[1], rows.shape[1])
 
 
-@torch.library.custom_op("moe_core::grouped_products_in_a_graph", mutates_args=())
-def _products_in_a_graph(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """[R, I], [e, I, O] -> [R, O] on a CPU; torch's own operator can be traced in bf16 only."""
-    return _grouped_product_by_torch(rows, weight, offsets)
+@torch.library.custom_op("moe_core::grouped_products_on_cpu", mutates_args=())
+def _products_on_cpu(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """[R, I], [e, I, O] -> [R, O] by torch's operator, which a compiler can trace in bf16 only; zeros past the end.
+
+    On a CPU the host reads the end at no cost, and need not pass over all rows for those that lie past it.
+    """
+    out = _grouped_product_by_torch(rows, weight, offsets)
+    out[int(offsets[-1]) :].zero_()
+    return out
 
 
-@_products_in_a_graph.register_fake
+@_products_on_cpu.register_fake
 def _(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[2])
 
@@ -292,6 +300,10 @@ def _weight_gradient_on_cpu(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tens
 @_weight_gradient_on_cpu.register_fake
 def _(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     return rows.new_empty(offsets.shape[0], grad.shape[1], rows.shape[1])
+
+
+for _operator in (torch.ops.moe_core.grouped_products.default, torch.ops.moe_core.grouped_products_on_cpu.default):
+    setattr(_operator, "expensive", True)  # noqa: B010 - mypy knows no such attribute
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:

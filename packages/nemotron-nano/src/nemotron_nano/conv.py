@@ -52,7 +52,7 @@ def causal_conv_silu(
     return out
 
 
-_CACHED = 1 << 16
+_CACHED = 1 << 18
 """Numbers that a CPU works on at a time: k passes over them should read its cache, not its memory."""
 
 
@@ -73,7 +73,7 @@ class _CausalConvSilu(torch.autograd.Function):
         for rows, tokens in _blocks(x):
             pre = _convolved(_window(x, before, rows, tokens, taps), taps, bias, segments, rows, tokens)
             for result, part in zip(results, pre.split(widths, dim=-1), strict=True):
-                result[rows, tokens] = F.silu(part)
+                torch.ops.aten.silu.out(part, out=result[rows, tokens])
         return results
 
     @staticmethod
@@ -88,12 +88,15 @@ class _CausalConvSilu(torch.autograd.Function):
         for rows, tokens in reversed(_blocks(x)):
             window = _window(x, before, rows, tokens, taps)
             pre = _convolved(window, taps, bias, segments, rows, tokens)
+            d_pre = pre.new_empty(pre.shape[0], pre.shape[1] + kernel - 1, pre.shape[2])
+            d_own, d_after = d_pre[:, : pre.shape[1]], d_pre[:, pre.shape[1] :]
+            _through_silu(grads, pre, ctx.widths, rows, tokens, out=d_own)
             if tokens.stop == x.shape[1]:
-                after = pre.new_zeros(pre.shape[0], kernel - 1, pre.shape[2])
-            d_pre = torch.cat([_through_silu(grads, pre, ctx.widths, rows, tokens), after], dim=1)
+                d_after.zero_()
+            else:
+                d_after.copy_(after)
             after = d_pre[:, : kernel - 1]
             dx[rows, tokens] = _correlated(d_pre, taps, segments, rows, tokens)
-            d_own = d_pre[:, : pre.shape[1]]
             d_bias += d_own.sum((0, 1))
             d_taps += _by_tap(d_own, window, segments, rows, tokens)
             if d_before is not None and tokens.start == 0:
@@ -162,11 +165,11 @@ def _correlated(d_pre: Tensor, taps: Tensor, segments: Tensor | None, rows: slic
 
 
 def _through_silu(
-    grads: tuple[Tensor, ...], pre: Tensor, widths: tuple[int, ...], rows: slice, tokens: slice
-) -> Tensor:
-    parts = pre.split(widths, dim=-1)
-    silu_backward = torch.ops.aten.silu_backward
-    return torch.cat([silu_backward(g[rows, tokens], part) for g, part in zip(grads, parts, strict=True)], dim=-1)
+    grads: tuple[Tensor, ...], pre: Tensor, widths: tuple[int, ...], rows: slice, tokens: slice, out: Tensor
+) -> None:
+    parts, outs = pre.split(widths, dim=-1), out.split(widths, dim=-1)
+    for grad, part, result in zip(grads, parts, outs, strict=True):
+        torch.ops.aten.silu_backward.grad_input(grad[rows, tokens], part, grad_input=result)
 
 
 def _seen(segments: Tensor | None, rows: slice, tokens: slice, kernel: int) -> Iterator[Tensor | None]:
