@@ -1,7 +1,10 @@
 """Which modules become units, and what is refused before any communication."""
 
 import pytest
+import torch
+from torch import nn
 
+from fsdp_ep import ShardingError, find_embedding, find_units
 from moe_core.testing import run_ranks
 
 
@@ -77,6 +80,52 @@ def test_units_follow_the_structure():
     assert islands == ["", "stem", "layers.0", "layers.1"]
     assert same_state, "the fp32 modules form one unit"
     assert fp32 == ["", "layers.1"], "nothing to separate where all is fp32"
+
+
+def _found_and_made():
+    import torch
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+    from fsdp_ep import find_embedding, find_units, fully_shard_moe
+
+    model_class, meshes, shard, _ = _setup(ep=2)
+    with torch.device("meta"):
+        model = model_class()
+    shard(model.experts)
+    model.stem.keep_in_fp32 = True
+    chosen = {"ep_mesh": meshes["ep_mesh"], "embedding": find_embedding(model), "separate_lm_head": True}
+    units = find_units(model, param_dtype=torch.bfloat16, **chosen)
+    untouched = not any(isinstance(module, FSDPModule) for module in model.modules())
+    names = {module: name for name, module in model.named_modules()}
+    found = [[names[module] for module in modules] for modules in units.modules()]
+    fully_shard_moe(
+        model,
+        dp_mesh=meshes["dp_mesh"],
+        expert_dp_mesh=meshes["expert_dp_mesh"],
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        **chosen,
+    )
+    made = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    return untouched, found, made
+
+
+def test_the_units_that_are_found_are_those_that_are_made():
+    for untouched, found, made in run_ranks(_found_and_made, 2):
+        assert untouched
+        blocks = ["layers.0", "layers.1", "tower.inner.0"]
+        assert found == [["experts"], *([block] for block in blocks), ["tokens"], ["lm_head"], ["stem"]]
+        assert sorted(made) == sorted(["", *(name for names in found for name in names)])
+
+
+def test_units_are_found_without_a_process_group():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"tokens": nn.Embedding(5, 3), "layers": nn.ModuleList([nn.Linear(3, 3)])})
+    units = find_units(model)
+    assert (units.experts, units.islands, units.embedding, units.head) == ([], [], None, None)
+    assert units.blocks == list(model["layers"])
+    assert find_embedding(model) is model["tokens"]
+    with pytest.raises(ShardingError, match="no block found"):
+        find_embedding(nn.Embedding(5, 3))
 
 
 def _refusals():

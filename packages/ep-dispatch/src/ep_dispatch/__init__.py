@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from ep_dispatch._experts_wrapper import ExpertParallelGroupedExperts as ExpertParallelGroupedExperts
     from ep_dispatch._local import LocalDispatcher as LocalDispatcher
     from ep_dispatch._permute import build_permute_indices as build_permute_indices
+    from ep_dispatch._planned import PlannedDispatcher as PlannedDispatcher
     from ep_dispatch._shard import shard_experts as shard_experts
 
 _HOME = {
     "AllToAllDispatcher": "ep_dispatch._all_to_all",
     "ExpertParallelGroupedExperts": "ep_dispatch._experts_wrapper",
     "LocalDispatcher": "ep_dispatch._local",
+    "PlannedDispatcher": "ep_dispatch._planned",
     "build_permute_indices": "ep_dispatch._permute",
     "shard_experts": "ep_dispatch._shard",
 }

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_ep._errors import ShardingError
-from fsdp_ep._plan import find_blocks
 from fsdp_ep._saved_results import KeepsResult, saving_contexts
+from fsdp_ep._units import find_blocks
 
 Mode = Literal["none", "full", "every_nth", "selective"]
 

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 
 from fsdp_ep._errors import ShardingError
 from fsdp_ep._gradients import set_gradient_scale
-from fsdp_ep._plan import Plan, find_blocks, find_experts, find_head, find_islands
 from fsdp_ep._prefetch import set_prefetch
 from fsdp_ep._unit_rules import ShardPlacement, check_dtypes, check_placements, check_ties, owned_parameters
+from fsdp_ep._units import find_units
 from fsdp_ep._unused_parameters import fill_unused_gradients
 
 
@@ -78,25 +78,27 @@ def fully_shard_moe(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ShardingError("model", type(model).__name__, "has FSDP units already", "shard a model only once")
     policy = _reducing_in_fp32(mp_policy or MixedPrecisionPolicy())
-    plan = Plan(
-        experts=find_experts(model, ep_mesh),
-        islands=find_islands(model, policy.param_dtype),
-        blocks=find_blocks(model) if blocks is None else list(blocks),
+    units = find_units(
+        model,
+        ep_mesh=ep_mesh,
+        blocks=blocks,
+        head=head,
         embedding=embedding,
-        head=(head or find_head(model)) if separate_lm_head else None,
+        param_dtype=policy.param_dtype,
+        separate_lm_head=separate_lm_head,
     )
-    if plan.experts:
+    if units.experts:
         assert ep_mesh is not None
         _check_meshes(dp_mesh, ep_mesh, expert_dp_mesh)
     expert_mesh = expert_dp_mesh or dp_mesh
-    units = plan.units()
-    parameters = owned_parameters(model, units, ignored_params or ())
+    groups = units.modules()
+    parameters = owned_parameters(model, groups, ignored_params or ())
     check_ties(parameters)
     check_dtypes(parameters)
     check_placements(
         parameters,
         shard_placement_fn,
-        lambda unit: expert_mesh if unit is not None and units[unit][0] in plan.experts else dp_mesh,
+        lambda unit: expert_mesh if unit is not None and groups[unit][0] in units.experts else dp_mesh,
     )
     shared = {
         "offload_policy": offload_policy or OffloadPolicy(),
@@ -104,19 +106,19 @@ def fully_shard_moe(
         "shard_placement_fn": shard_placement_fn,
     }
     experts_policy = _without_casts(policy, policy.param_dtype)
-    for module in plan.experts:
+    for module in units.experts:
         _unit(module, expert_mesh, dp_mesh.size(), experts_policy, reshard_after_forward, shared)
-    if plan.islands:
+    if units.islands:
         # gathered once and kept: it is small, and its modules run all through the model
-        _unit(plan.islands, dp_mesh, dp_mesh.size(), _without_casts(policy, None), False, shared)
-    for module in [*plan.blocks, *([plan.embedding] if plan.embedding is not None else [])]:
+        _unit(units.islands, dp_mesh, dp_mesh.size(), _without_casts(policy, None), False, shared)
+    for module in [*units.blocks, *([units.embedding] if units.embedding is not None else [])]:
         _unit(module, dp_mesh, dp_mesh.size(), policy, reshard_after_forward, shared)
-    if plan.head is not None:
-        _unit(plan.head, dp_mesh, dp_mesh.size(), policy, False, shared)
+    if units.head is not None:
+        _unit(units.head, dp_mesh, dp_mesh.size(), policy, False, shared)
     _unit(model, dp_mesh, dp_mesh.size(), policy, None if reshard_after_forward else False, shared)
-    set_prefetch(model, plan)
-    inner_units = {module for modules in units for module in modules}
-    for unit in [*([module] for module in [*plan.experts, *plan.blocks]), plan.islands]:
+    set_prefetch(model, units)
+    inner_units = {module for modules in groups for module in modules}
+    for unit in [*([module] for module in [*units.experts, *units.blocks]), units.islands]:
         fill_unused_gradients(unit, inner_units)
     return model
 

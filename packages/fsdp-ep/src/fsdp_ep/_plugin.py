@@ -59,7 +59,7 @@ def fsdp(config: FSDPConfig, run: "Run") -> "nn.Module":
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     from fsdp_ep._fully_shard import fully_shard_moe
-    from fsdp_ep._plan import find_blocks, find_embedding
+    from fsdp_ep._units import find_blocks, find_embedding
 
     hsdp = run.sub_mesh("dp_replicate").size() > 1
     blocks = find_blocks(run.model)

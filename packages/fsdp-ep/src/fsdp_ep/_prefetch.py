@@ -6,10 +6,10 @@ from typing import cast
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_ep._plan import Plan
+from fsdp_ep._units import Units
 
 
-def set_prefetch(model: nn.Module, plan: Plan) -> None:
+def set_prefetch(model: nn.Module, units: Units) -> None:
     """Let each block gather the next one together with its experts, in forward and in backward.
 
     Only where there are expert units. Their dispatch waits for a transfer to the host, so the host cannot run
@@ -21,18 +21,18 @@ def set_prefetch(model: nn.Module, plan: Plan) -> None:
 
     Source: TorchTitan sets the same by hand for its models.
     """
-    if not plan.experts:
+    if not units.experts:
         return
-    experts = {id(module) for module in plan.experts}
+    experts = {id(module) for module in units.experts}
     groups = [
         cast(list[FSDPModule], [block, *(m for m in block.modules() if m is not block and id(m) in experts)])
-        for block in plan.blocks
+        for block in units.blocks
     ]
     # the root runs first, and the embedding inside it; a head of its own starts backward, else the root does
-    forward = [_alone(plan.embedding or model), *groups]
-    backward = [_alone(plan.head or model), *reversed(groups)]
-    if plan.embedding is not None:
-        backward.append(_alone(plan.embedding))
+    forward = [_alone(units.embedding or model), *groups]
+    backward = [_alone(units.head or model), *reversed(groups)]
+    if units.embedding is not None:
+        backward.append(_alone(units.embedding))
     for here, ahead in itertools.pairwise(forward):
         here[0].set_modules_to_forward_prefetch(ahead)
     for here, ahead in itertools.pairwise(backward):

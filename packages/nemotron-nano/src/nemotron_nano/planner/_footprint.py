@@ -15,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ep_dispatch import AllToAllDispatcher
-from ep_dispatch._exchange import Splits
+from ep_dispatch import PlannedDispatcher
 from ep_mesh import MeshConfig
 from fsdp_ep import apply_activation_checkpointing
 from moe_core.plugins import Batch, Run
@@ -245,27 +244,8 @@ def _split_experts(layer: Layer, work: Workload, mesh: MeshConfig) -> None:
     share = expert_share(work.model.num_experts, mesh.ep)
     for name, parameter in list(experts.named_parameters()):
         experts.register_parameter(name, nn.Parameter(parameter.new_empty(share, *parameter.shape[1:])))
-    experts.dispatcher = _PlannedDispatcher(rows_sent(work, mesh), rows_received(work, mesh), mesh.ep, share)
-
-
-class _Axis:
-    """As much of an ep mesh as a dispatcher asks of it, without a process group."""
-
-    ndim = 1
-    group_name = "planned"
-
-
-class _PlannedDispatcher(AllToAllDispatcher):
-    """All that the dispatcher does but the exchange of counts: these are planned, so nothing has to be read back."""
-
-    def __init__(self, sent: int, received: int, ep: int, experts: int) -> None:
-        super().__init__(_Axis())  # type: ignore[arg-type]  # stands for a DeviceMesh
-        self._splits = Splits(_even(sent, ep), _even(received, ep), _Axis())  # type: ignore[arg-type]  # and for its group
-        self._shape = (ep, experts)
-
-    def _exchange_counts(self, choices: Any, num_experts: int) -> tuple[Tensor, Splits, Tensor]:
-        received = torch.empty(self._shape, dtype=torch.int64, device="meta")
-        return received, self._splits, received.sum(0)
+    sent, received = (_even(rows(work, mesh), mesh.ep) for rows in (rows_sent, rows_received))
+    experts.dispatcher = PlannedDispatcher(sent, received, share)
 
 
 def _even(total: int, parts: int) -> list[int]:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ep_mesh import MeshConfig
-from fsdp_ep._plan import find_blocks, find_embedding, find_head, find_islands
+from fsdp_ep import find_embedding
+from fsdp_ep import find_units as find_fsdp_units
 from nemotron_nano.model import NemotronNano
 from nemotron_nano.planner._workload import Workload
 
@@ -70,12 +71,14 @@ def find_units(model: NemotronNano, work: Workload, mesh: MeshConfig, ep_rank: i
     """What `fully_shard_moe` makes of the model under a resolved mesh, in the order of the forward pass; experts and
     fp32 modules before the block that they lie in, the root first.
     """
-    blocks = find_blocks(model)
-    embedding = find_embedding(model, blocks)
-    head = find_head(model) if work.separate_lm_head else None
-    dtype = getattr(torch, work.param_dtype)
+    found = find_fsdp_units(
+        model,
+        embedding=find_embedding(model),
+        param_dtype=getattr(torch, work.param_dtype),
+        separate_lm_head=work.separate_lm_head,
+    )
+    blocks, islands, embedding, head = found.blocks, found.islands, found.embedding, found.head
     experts = _find_experts(model) if mesh.ep > 1 else []
-    islands = find_islands(model, dtype)
     units_of = {id(module) for module in [*blocks, *experts, *islands, embedding, head] if module is not None}
     reshards = 2 if work.reshard_after_forward else 1
     shared: dict[str, Any] = {

@@ -12,21 +12,52 @@ from fsdp_ep._errors import ShardingError
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The units of a model, innermost kinds first. What is in none of them is the root's."""
+class Units:
+    """The FSDP units of a model, innermost kinds first. What is in none of them is the root's."""
 
     experts: list[nn.Module]
+    """One unit each."""
     islands: list[nn.Module]
-    """Modules that form one unit together."""
+    """Modules that stay fp32, and form one unit together."""
     blocks: list[nn.Module]
+    """One unit each."""
     embedding: nn.Module | None
     head: nn.Module | None
 
-    def units(self) -> list[list[nn.Module]]:
-        """Every unit but the root as its list of modules."""
+    def modules(self) -> list[list[nn.Module]]:
+        """Every unit but the root, as its list of modules."""
         single = [*self.experts, *self.blocks, self.embedding, self.head]
         units = [[module] for module in single if module is not None]
         return [*units, self.islands] if self.islands else units
+
+
+def find_units(
+    model: nn.Module,
+    *,
+    ep_mesh: DeviceMesh | None = None,
+    blocks: Iterable[nn.Module] | None = None,
+    head: nn.Module | None = None,
+    embedding: nn.Module | None = None,
+    param_dtype: torch.dtype | None = None,
+    separate_lm_head: bool = False,
+) -> Units:
+    """What `fully_shard_moe` makes of the model with the same arguments.
+
+    Changes nothing. Without an `ep_mesh` it needs no process group, and the model may be on the meta device.
+
+    Args:
+        param_dtype: that of the precision policy; None: parameters are used as they are stored.
+
+    Raises:
+        ShardingError: as `fully_shard_moe`: no block, no head with `separate_lm_head`, no expert stack on `ep_mesh`.
+    """
+    return Units(
+        experts=find_experts(model, ep_mesh),
+        islands=find_islands(model, param_dtype),
+        blocks=find_blocks(model) if blocks is None else list(blocks),
+        embedding=embedding,
+        head=(head or find_head(model)) if separate_lm_head else None,
+    )
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -143,8 +174,16 @@ def find_head(model: nn.Module) -> nn.Module:
     raise ShardingError("separate_lm_head", True, rule, "pass head=...")
 
 
-def find_embedding(model: nn.Module, blocks: Iterable[nn.Module]) -> nn.Module | None:
-    """The one `nn.Embedding` outside of the blocks; None if there is none, more than one, or a tied one."""
+def find_embedding(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> nn.Module | None:
+    """The one `nn.Embedding` outside of the blocks; None if there is none, more than one, or a tied one.
+
+    Args:
+        blocks: default: as in `find_units`.
+
+    Raises:
+        ShardingError: no block.
+    """
+    blocks = find_blocks(model) if blocks is None else blocks
     inside = {id(module) for block in blocks for module in block.modules()}
     found = [m for m in model.modules() if isinstance(m, nn.Embedding) and id(m) not in inside]
     if len(found) != 1:
