@@ -67,3 +67,9 @@ def test_the_command_ends_that_way():
 
     (script,) = entry_points(group="console_scripts", name="nemotron-nano")
     assert script.load() is command
+
+
+def test_a_table_is_for_nobody_where_there_is_no_standard_output():
+    command = f'"{sys.executable}" -m nemotron_nano components >&-'
+    ended = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -7,13 +7,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from moe_core.config import load_config, validate
 from moe_core.plugins import load_registry
 from nemotron_nano._exit import leave
 from nemotron_nano.errors import is_user_error
 from nemotron_nano.train.start import check_start
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PIPE_WIDTH = 500
 """Columns of a table that goes into a file or a pipe."""
@@ -158,7 +161,6 @@ def _plan(options: argparse.Namespace, words: Sequence[str]) -> int:
     files = [word for word in options.words if "=" not in word]
     config = load_config(files, [*(word for word in options.words if "=" in word), "mesh.ep=1"])
     validate(config, options.gpus)
-    from rich.console import Console
 
     from nemotron_nano.planner import Hardware, parse_bytes, plan, show, to_json
 
@@ -174,7 +176,7 @@ def _plan(options: argparse.Namespace, words: Sequence[str]) -> int:
     if options.json:
         print(to_json(result))
     else:
-        show(result, Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH))
+        show(result, _table_console())
     if options.plot:
         from nemotron_nano.planner import plot
 
@@ -182,18 +184,26 @@ def _plan(options: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
+def _table_console() -> "Console":
+    """Into a pipe nothing is wrapped, so that a line stays a row."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.file.isatty():  # not sys.stdout, which is None in a process that was started without one
+        console.width = PIPE_WIDTH
+    return console
+
+
 def _components(options: argparse.Namespace, words: Sequence[str]) -> int:
     """One line per component, and one per plugin that failed to load."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
     registry = load_registry()
     table = Table("kind", "name", "distribution", "version", box=SIMPLE_HEAD)
     for entry in sorted(registry.entries, key=lambda entry: (entry.component.kind, entry.component.name)):
         table.add_row(entry.component.kind, entry.component.name, entry.distribution, entry.version)
-    # into a pipe nothing is wrapped, so that a line stays a component
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = _table_console()
     console.print(table)
     for failure in registry.failures:
         console.print(str(failure), soft_wrap=True, markup=False)
