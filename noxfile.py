@@ -21,6 +21,8 @@ PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml")
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 """In the order that is given; xdist would begin with the files that have the most tests, not with the longest."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""For each of the two: threads of one that wait at a barrier for a core spin on it, and took 20 times as long."""
 SHARED = WORK / "shared"
 TORCH_ONLY = WORK / "torch-only"
 
@@ -53,7 +55,8 @@ def tests(session: nox.Session) -> None:
         session.run(python, "-m", "pytest", *session.posargs, external=True)
         return
     # the longest files first, so that neither of the two waits for the other at the end
-    session.run(python, "-m", "pytest", *TWO_AT_A_TIME, "integration_tests", "packages", external=True)
+    tests = (*TWO_AT_A_TIME, "integration_tests", "packages")
+    session.run(python, "-m", "pytest", *tests, external=True, env=ONE_THREAD)
     _check_isolated(session, python)
 
 
