@@ -1,6 +1,7 @@
 """Activation checkpointing in one process: gradients, names, and what is computed again."""
 
 import logging
+import shutil
 from collections import Counter
 
 import pytest
@@ -132,6 +133,106 @@ def test_selective_keeps_what_says_that_it_is_expensive(expensive, calls):
     finally:
         del operator.expensive
     assert _choose.calls == calls
+
+
+class _IntoABuffer(torch.autograd.Function):
+    """As compiled code multiplies."""
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.save_for_backward(rows, weight)
+        return torch.mm(rows, weight.t(), out=rows.new_empty(rows.shape[0], weight.shape[0]))
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ rows
+
+
+_PRODUCTS = {
+    "mm": lambda rows, weight: rows @ weight.t(),
+    "3-D linear": lambda rows, weight: nn.functional.linear(rows[None], weight)[0],
+    "4-D matmul": lambda rows, weight: (rows[None, None] @ weight.t()[None, None])[0, 0],
+    "out=": _IntoABuffer.apply,
+}
+_WRITES = {
+    "nothing": lambda product: product,
+    "mul_": lambda product: product.mul_(1.5),
+    "a view": lambda product: product[1:].mul_(1.5),
+    "foreach": lambda product: torch._foreach_mul_([product.detach()], 1.5),
+    "data": lambda product: product.data.mul_(1.5),
+}
+
+
+class _Overwriting(nn.Module):
+    """Returns its product and something of it, so that the caller may write as well."""
+
+    def __init__(self, product: str, write: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D))
+        self.product, self.write = _PRODUCTS[product], _WRITES[write]
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = self.product(hidden, self.weight)
+        self.write(product)
+        return product, torch.tanh(product)
+
+
+@pytest.mark.parametrize("product", _PRODUCTS)
+@pytest.mark.parametrize("write", _WRITES)
+def test_selective_keeps_a_product_as_it_was_before_it_was_written_over(product, write):
+    """By the block itself, then by whoever called it; both would change the recomputed tanh."""
+    gradients = {}
+    for mode in ("none", "selective"):
+        torch.manual_seed(0)
+        blocks = [_Overwriting(product, write) for _ in range(2)]
+        apply_activation_checkpointing(nn.ModuleList(blocks), mode, blocks=blocks)
+        leaf = torch.randn(T, D, requires_grad=True)
+        hidden = leaf * 1
+        for block in blocks:
+            bare, hidden = block(hidden)
+            bare.detach().mul_(3)
+            hidden = hidden * 2
+        inputs = (leaf, *(block.weight for block in blocks))
+        gradients[mode] = [
+            torch.autograd.grad(hidden.sum(), inputs, retain_graph=True),
+            torch.autograd.grad(hidden.sum(), inputs),
+        ]
+    for expected, actual in zip(gradients["none"], gradients["selective"], strict=True):
+        assert all(map(torch.equal, expected, actual))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch's compiler for the CPU needs one of C++")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own, on its import
+def test_selective_recomputes_the_products_of_compiled_code():
+    """Which writes them into buffers: what is kept of them would leave the buffers of the recomputation empty."""
+    gradients = {}
+    for mode in ("none", "selective"):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(D, D, bias=False), nn.Tanh())
+        block.forward = torch.compile(block.forward)
+        apply_activation_checkpointing(block, mode, blocks=[block])
+        hidden = torch.randn(T, D, requires_grad=True)
+        gradients[mode] = torch.autograd.grad(block(hidden).sum(), (hidden, block[0].weight))
+    assert all(map(torch.equal, gradients["none"], gradients["selective"]))
+
+
+@torch.library.custom_op("fsdp_ep_test::write", mutates_args={"scores"})
+def _write(scores: torch.Tensor) -> None:
+    scores.mul_(2)
+
+
+def test_an_operator_that_writes_cannot_ask_to_be_saved():
+    operator = torch.ops.fsdp_ep_test.write.default
+    operator.must_save = True
+    block = nn.Linear(D, D)
+    block.forward = lambda hidden: _write(hidden.detach()) or hidden * 2
+    apply_activation_checkpointing(block, "full", blocks=[block])
+    try:
+        with pytest.raises(ShardingError, match="writes to its arguments"):
+            block(torch.randn(T, D, requires_grad=True))
+    finally:
+        del operator.must_save
 
 
 def test_a_second_backward_recomputes_once_more(marked):

@@ -3,8 +3,8 @@
 A recomputed router may break a near-tie the other way and train another model than the one whose loss was
 taken. So an operator whose result must be kept says so by a true attribute `must_save` on its
 `torch._ops.OpOverload`, e.g. `torch.ops.my_router.choose.default.must_save = True`, and every mode here saves
-it. In the same way an operator that is dear to compute again says `expensive`, and "selective" saves it. Nothing else
-of the package that defines it has to be known.
+it; such an operator must not write to its arguments. In the same way one that is dear to compute again says
+`expensive`, and "selective" saves it. Nothing else of the package that defines it has to be known.
 """
 
 import functools
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_ep._errors import ShardingError
-from fsdp_ep._saved_results import KeepsResult, saving_contexts
+from fsdp_ep._saved_results import KeepsResult, SavedResults
 from fsdp_ep._units import find_blocks
 
 Mode = Literal["none", "full", "every_nth", "selective"]
@@ -76,13 +76,15 @@ def _checkpoint_forward(block: nn.Module, keeps_result: KeepsResult) -> None:
     if hasattr(forward, _MARK):
         rule = "is checkpointed already"
         raise ShardingError("blocks", type(block).__name__, rule, "call apply_activation_checkpointing once")
-    contexts = functools.partial(saving_contexts, keeps_result)
 
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        results = SavedResults(keeps_result)
+        out = checkpoint(forward, *args, use_reentrant=False, context_fn=results.contexts, **kwargs)
+        results.copy_what_shares_memory_with(out)  # whoever gets it may write to it
+        return out
 
     setattr(checkpointed, _MARK, True)
     # on the instance: a wrapper module would rename the parameters
@@ -90,7 +92,11 @@ def _checkpoint_forward(block: nn.Module, keeps_result: KeepsResult) -> None:
 
 
 def _is_marked(operator: Any) -> bool:
-    return getattr(operator, "must_save", False)
+    marked: bool = getattr(operator, "must_save", False)
+    if marked and operator._schema.is_mutable:
+        rule = "must_save = True on an operator that writes to its arguments, which a recomputation would miss"
+        raise ShardingError("operator", operator, rule, "let it return new tensors")
+    return marked
 
 
 def _is_marked_or_expensive(operator: Any) -> bool:
