@@ -94,8 +94,8 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Mypy, strict, on every package."""
     python = _all_packages(session)
-    for package in PACKAGES:
-        session.run(python, "-m", "mypy", str(package / "src"), external=True)
+    sources = [str(package / "src") for package in PACKAGES]
+    session.run(python, "-m", "mypy", *sources, external=True)
 
 
 @nox.session(venv_backend="none")

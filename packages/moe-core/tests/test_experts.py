@@ -174,6 +174,18 @@ def test_no_tokens_still_give_every_gradient(backend):
 
 
 @pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
+def test_a_share_without_experts_gives_zeros(backend):
+    gemm = _grouped_gemm.resolve(backend)
+    rows, weight = torch.randn(5, 16, requires_grad=True), torch.randn(0, 32, 16, requires_grad=True)
+    out = gemm(rows, weight, torch.zeros(0, dtype=torch.int64))
+    out.sum().backward()
+    assert out.shape == (5, 32)
+    assert not out.any()
+    assert not rows.grad.any()
+    assert weight.grad.shape == weight.shape
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
 def test_rows_past_the_last_expert_give_zeros_whatever_they_hold(backend):
     multiply = {"loop": _grouped_gemm.loop, "grouped_mm": _grouped_gemm.grouped_mm}[backend]
     rows, weight = torch.randn(9, D), torch.randn(3, H, D, requires_grad=True)

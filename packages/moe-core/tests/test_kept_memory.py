@@ -2,6 +2,8 @@
 
 import gc
 import resource
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -76,6 +78,44 @@ def _lazily_free(address: int) -> int:
         elif inside and line.startswith("LazyFree:"):
             return int(line.split()[1])
     raise AssertionError("no such mapping")
+
+
+_UNDER_A_LIMIT = """
+import resource, torch
+from moe_core._kept_memory import new_empty
+
+def mebibytes(count):
+    return new_empty(torch.empty(0), (count << 18,)).fill_(1)
+
+def used():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) >> 10
+
+torch.ones(1 << 20).sum()
+at_start = used()
+resource.setrlimit(resource.RLIMIT_AS, (at_start + 400 << 20,) * 2)
+"""
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        # one at a time, of 40 sizes
+        """for size in range(40, 80):
+    mebibytes(size)
+    assert used() - at_start < 160, used()""",
+        # 240 wait and 150 are taken, so that 50 take the place of those that wait
+        """three = [mebibytes(100) for _ in range(3)]
+del three
+mebibytes(40)
+other = torch.ones(150 << 18)
+assert used() - at_start > 350, used()
+mebibytes(50)""",
+    ],
+)
+def test_what_waits_leaves_room_for_what_is_asked_for(work):
+    run = [sys.executable, "-c", _UNDER_A_LIMIT + work]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_threads_never_share_a_block():

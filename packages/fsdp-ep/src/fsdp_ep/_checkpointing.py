@@ -39,13 +39,15 @@ def apply_activation_checkpointing(
 
     With `torch.compile`, compile what is checkpointed: `block.forward = torch.compile(block.forward)` before this.
     A block that is compiled afterwards, or as part of its model, runs uncompiled: PyTorch never compiles what a
-    checkpoint calls. Matrix products that a compiled block fuses are recomputed in "selective" as well.
+    checkpoint calls. Matrix products that a compiled block fuses, or writes into buffers of its own, are recomputed in
+    "selective" as well.
 
     Args:
         model: changed in place; may be on the meta device.
         mode: "none"; "full": every block; "every_nth": the first of every `every` blocks, in order;
             "selective": every block, but results of matrix products, convolutions, attention kernels,
-            functional collectives and operators marked `expensive` are kept, the rest is recomputed.
+            functional collectives and operators marked `expensive` are kept, the rest is recomputed. One that the
+            block writes over, or returns, is kept as a copy.
         every: with "every_nth", at least 1.
         blocks: default: the children of the outermost `nn.ModuleList`s.
 

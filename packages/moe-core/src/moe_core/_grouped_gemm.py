@@ -279,7 +279,8 @@ def _products_on_cpu(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     On a CPU the host reads the end at no cost, and need not pass over all rows for those that lie past it.
     """
     out = _grouped_product_by_torch(rows, weight, offsets)
-    out[int(offsets[-1]) :].zero_()
+    end = int(offsets[-1]) if len(offsets) else 0
+    out[end:].zero_()
     return out
 
 
