@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from nemotron_nano import NemotronNano, presets
-from nemotron_nano.compiled import CompiledConfig, compile_blocks
+from nemotron_nano.components import CompiledConfig, compile_blocks
 
 SMALL = attrs.evolve(
     presets["tiny"], hidden_size=48, vocab_size=61, num_experts=6, expert_hidden_size=24,

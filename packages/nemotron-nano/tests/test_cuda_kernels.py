@@ -16,11 +16,12 @@ from torch import Tensor
 from moe_core import load_config
 from moe_core.config import ConfigError, validate
 from moe_core.plugins import Run
-from nemotron_nano import NemotronNano, NemotronNanoConfigError, _mamba_kernels, presets
-from nemotron_nano.conv import causal_conv_silu
+from nemotron_nano import NemotronNano, NemotronNanoConfigError, presets
+from nemotron_nano.components import NemotronNanoModelConfig, build_model, problems
 from nemotron_nano.generate import generate
-from nemotron_nano.model_component import NemotronNanoModelConfig, build_model, problems
-from nemotron_nano.ssd import ssd_scan
+from nemotron_nano.mamba import kernels as mamba_kernels
+from nemotron_nano.mamba.conv import causal_conv_silu
+from nemotron_nano.mamba.ssd import ssd_scan
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = attrs.evolve(
@@ -152,7 +153,7 @@ def calls(monkeypatch):
 
     package("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", mamba_chunk_scan_combined)
     package("causal_conv1d", "causal_conv1d_fn", causal_conv1d_fn)
-    monkeypatch.setattr(_mamba_kernels, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(mamba_kernels, "DEVICE_TYPE", "cpu")
     return names
 
 
@@ -316,7 +317,7 @@ def test_where_the_device_is_known_first_by_the_run_all_ranks_are_told():
 
 
 def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
-    monkeypatch.setattr(_mamba_kernels, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(mamba_kernels, "DEVICE_TYPE", "cpu")
     monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", None)
     config = load_config((), ["model.mamba_kernels=cuda"])
     rule = r"model\.mamba_kernels = 'cuda': needs mamba-ssm, .*pip install .*'nemotron-nano\[cuda\]', or use 'torch'"
@@ -331,7 +332,7 @@ def test_double_precision_and_other_devices_are_refused_where_they_are_met(calls
     tokens = torch.zeros(1, 5, dtype=torch.int64)
     with pytest.raises(NemotronNanoConfigError, match="float64"):
         model.double()(tokens)
-    monkeypatch.setattr(_mamba_kernels, "DEVICE_TYPE", "cuda")
+    monkeypatch.setattr(mamba_kernels, "DEVICE_TYPE", "cuda")
     with pytest.raises(NemotronNanoConfigError, match="tensors are on 'cpu'"):
         model.float()(tokens)
     assert calls == []

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from nemotron_nano import NemotronNanoConfig, NemotronNanoConfigError, count_parameters, presets
-from nemotron_nano.model_component import NemotronNanoModelConfig, problems
+from nemotron_nano.components import NemotronNanoModelConfig, problems
 
 NANO = presets["nano-30b-a3b"]
 
@@ -208,7 +208,7 @@ def test_an_unknown_preset_is_refused():
 
 def test_configs_and_counts_need_no_torch():
     code = (
-        "import sys, nemotron_nano.model_component; from nemotron_nano import presets, count_parameters;"
+        "import sys, nemotron_nano.components; from nemotron_nano import presets, count_parameters;"
         "count_parameters(presets['tiny']); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

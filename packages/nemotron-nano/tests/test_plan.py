@@ -12,8 +12,8 @@ from rich.console import Console
 
 from moe_core import load_config
 from nemotron_nano import flops_per_token, plan, presets
-from nemotron_nano._flops import layer_forward_flops
 from nemotron_nano.cli import PIPE_WIDTH
+from nemotron_nano.costs import layer_forward_flops
 from nemotron_nano.planner import Hardware, PlanError, parse_bytes, show, to_json
 from nemotron_nano.planner import plot as plot_plan
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemotron_nano import conv
-from nemotron_nano.ssd import ssd_scan, ssd_step
+from nemotron_nano.mamba import conv
+from nemotron_nano.mamba.ssd import ssd_scan, ssd_step
 
 
 def recurrence(u, delta, A, B, C, segments=None, state=None):

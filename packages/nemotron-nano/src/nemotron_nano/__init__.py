@@ -7,24 +7,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nemotron_nano._count import ParameterCount as ParameterCount
-    from nemotron_nano._count import count_parameters as count_parameters
-    from nemotron_nano._flops import flops_per_token as flops_per_token
-    from nemotron_nano._presets import presets as presets
+    from nemotron_nano.costs import ParameterCount as ParameterCount
+    from nemotron_nano.costs import count_parameters as count_parameters
+    from nemotron_nano.costs import flops_per_token as flops_per_token
     from nemotron_nano.model import NemotronNano as NemotronNano
     from nemotron_nano.model_config import NemotronNanoConfig as NemotronNanoConfig
     from nemotron_nano.model_config import NemotronNanoConfigError as NemotronNanoConfigError
+    from nemotron_nano.model_config import presets as presets
     from nemotron_nano.planner import plan as plan
 
 _HOME = {
     "NemotronNano": "nemotron_nano.model",
     "NemotronNanoConfig": "nemotron_nano.model_config",
     "NemotronNanoConfigError": "nemotron_nano.model_config",
-    "ParameterCount": "nemotron_nano._count",
-    "count_parameters": "nemotron_nano._count",
-    "flops_per_token": "nemotron_nano._flops",
+    "ParameterCount": "nemotron_nano.costs",
+    "count_parameters": "nemotron_nano.costs",
+    "flops_per_token": "nemotron_nano.costs",
     "plan": "nemotron_nano.planner",
-    "presets": "nemotron_nano._presets",
+    "presets": "nemotron_nano.model_config",
 }
 
 __all__ = sorted(_HOME)

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from moe_core.config import Config
 
 _HOMES = {
-    ("model", "nemotron_nano"): ("nemotron_nano.model_component", "NemotronNanoModelConfig", "build_model"),
-    ("transform", "compiled"): ("nemotron_nano.compiled", "CompiledConfig", "build_compiled"),
+    ("model", "nemotron_nano"): ("nemotron_nano.components", "NemotronNanoModelConfig", "build_model"),
+    ("transform", "compiled"): ("nemotron_nano.components", "CompiledConfig", "build_compiled"),
     ("optimizer", "adamw"): ("nemotron_nano.train.component", "AdamWConfig", "build_adamw"),
     ("scheduler", "warmup_cosine"): ("nemotron_nano.train.component", "WarmupCosineConfig", "build_warmup_cosine"),
     ("trainer", "pretrain"): ("nemotron_nano.train.component", "PretrainConfig", "build_pretrain"),
@@ -30,8 +30,8 @@ def moe_components() -> list[Component]:
 
 @hookimpl
 def moe_validate(config: "Config", world_size: int) -> list[Problem]:
+    from nemotron_nano.components import NemotronNanoModelConfig, problems
     from nemotron_nano.data.component import validate_text
-    from nemotron_nano.model_component import NemotronNanoModelConfig, problems
 
     model = config["model"].config
     found = problems(model, config.run.device_type) if isinstance(model, NemotronNanoModelConfig) else []

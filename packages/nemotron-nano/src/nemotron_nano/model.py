@@ -21,13 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_core import MoE, MoEConfig, Routing, router_z_loss, sequence_balance_loss
-from nemotron_nano._flops import flops_per_token
-from nemotron_nano._mamba_kernels import MambaKernels, kernel_faults
-from nemotron_nano._segments import number_runs
-from nemotron_nano.conv import causal_conv_silu
+from nemotron_nano.costs import flops_per_token
 from nemotron_nano.initialization import init_weights
+from nemotron_nano.mamba.conv import causal_conv_silu
+from nemotron_nano.mamba.kernels import MambaKernels, kernel_faults, require_packages
+from nemotron_nano.mamba.ssd import number_runs, ssd_scan, ssd_step
 from nemotron_nano.model_config import Fault, NemotronNanoConfig, NemotronNanoConfigError
-from nemotron_nano.ssd import ssd_scan, ssd_step
 
 
 class LayerState:
@@ -134,8 +133,6 @@ def _check_kernels(
     if faults:
         raise NemotronNanoConfigError(faults)
     if uses_cuda:
-        from nemotron_nano._cuda_kernels import require_packages
-
         require_packages()
 
 

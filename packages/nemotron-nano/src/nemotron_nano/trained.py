@@ -10,9 +10,9 @@ from ckpt_layout import load_checkpoint, save_hf
 from ep_mesh import resolve_sub_mesh
 from moe_core.config import load_config
 from moe_core.plugins import Run
+from nemotron_nano.components import NemotronNanoModelConfig
 from nemotron_nano.generate import generate_stream
 from nemotron_nano.model import NemotronNano
-from nemotron_nano.model_component import NemotronNanoModelConfig
 from nemotron_nano.train._process_group import Place, choose_device_type, process_group
 from nemotron_nano.train.assemble import materialised_model
 

@@ -6,8 +6,7 @@ import attrs
 
 from ep_mesh import MeshConfig
 from moe_core.config import Config
-from nemotron_nano._count import ParameterCount, count_parameters
-from nemotron_nano._flops import flops_per_token, layer_forward_flops
+from nemotron_nano.costs import ParameterCount, count_parameters, flops_per_token, layer_forward_flops
 from nemotron_nano.planner._collectives import Collective, collectives_of_a_step, exchanges
 from nemotron_nano.planner._errors import PlanError
 from nemotron_nano.planner._footprint import Footprint, footprint_of_layer, footprint_of_loss, model_on_meta

@@ -6,7 +6,7 @@ import attrs
 
 from ep_mesh import MeshConfig
 from moe_core.config import Config
-from nemotron_nano.model_component import NemotronNanoModelConfig
+from nemotron_nano.components import NemotronNanoModelConfig
 from nemotron_nano.model_config import NemotronNanoConfig
 from nemotron_nano.planner._errors import PlanError
 

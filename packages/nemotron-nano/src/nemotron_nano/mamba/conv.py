@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemotron_nano._mamba_kernels import MambaKernels
-from nemotron_nano._segments import number_runs
+from nemotron_nano.mamba.kernels import MambaKernels, cuda_conv_silu
+from nemotron_nano.mamba.ssd import number_runs
 
 
 def causal_conv_silu(
@@ -44,9 +44,7 @@ def causal_conv_silu(
     """
     segments = None if segments is None else number_runs(segments)
     if kernels == "cuda" and 0 not in x.shape[:2]:
-        from nemotron_nano import _cuda_kernels
-
-        return _cuda_kernels.conv_silu(x, weight, bias, before=before, segments=segments).split(tuple(widths), dim=-1)
+        return cuda_conv_silu(x, weight, bias, before=before, segments=segments).split(tuple(widths), dim=-1)
     taps = weight.t().contiguous()  # with strides the products are three times slower
     out: tuple[Tensor, ...] = _CausalConvSilu.apply(x, taps, bias, before, segments, tuple(widths))
     return out

@@ -15,8 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemotron_nano._mamba_kernels import MambaKernels
-from nemotron_nano._segments import number_runs
+from nemotron_nano.mamba.kernels import MambaKernels, cuda_scan
+
+
+def number_runs(ids: Tensor) -> Tensor:
+    """Segments of rows that documents share: ids [b, S], any integers -> [b, S] int64, 0 for the first run of equal
+    ids in each row, 1 for the next, ...; an id that comes back begins another segment.
+    """
+    if ids.shape[1] == 0:
+        return ids.long()
+    return F.pad(ids[:, 1:] != ids[:, :-1], (1, 0)).cumsum(1)
 
 
 def ssd_scan(
@@ -58,10 +66,7 @@ def ssd_scan(
         return _of_no_tokens(u, delta, A, B, C, initial_state)
     segments = None if segments is None else number_runs(segments)
     if kernels == "cuda":
-        from nemotron_nano import _cuda_kernels
-
-        options: dict[str, Any] = {"chunk_size": chunk_size, "segments": segments, "initial_state": initial_state}
-        return _cuda_kernels.scan(u, delta, A, B, C, **options)
+        return cuda_scan(u, delta, A, B, C, chunk_size=chunk_size, segments=segments, initial_state=initial_state)
     dtype = torch.promote_types(u.dtype, torch.float32)
     batch, tokens = u.shape[:2]
     length = min(chunk_size, tokens)
