@@ -36,8 +36,8 @@ def left_alive(variants: list[list[str]], device_type: str) -> list[tuple[list[i
     from torch.utils._pytree import tree_leaves
 
     from moe_core import load_config
-    from nemotron_nano.train._pretrain import evaluate
     from nemotron_nano.train.assemble import assemble
+    from nemotron_nano.train.pretrain import evaluate
 
     class Results(TorchDispatchMode):
         """A weak reference to each tensor that an operator makes; one that only a graph holds counts as alive."""

@@ -22,9 +22,9 @@ def step_of_a_run(words: list[str], device_type: str) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     from moe_core import load_config, update_router_bias
-    from nemotron_nano.train._measure import sum_over_ranks
-    from nemotron_nano.train._pretrain import accumulate_gradients
     from nemotron_nano.train.assemble import assemble
+    from nemotron_nano.train.measure import sum_over_ranks
+    from nemotron_nano.train.pretrain import accumulate_gradients
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()

@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from nemotron_nano.data._corpus import CorpusError, python_stdlib, read_corpus, text_folder
-from nemotron_nano.data._text import TextData
+from nemotron_nano.data.text import CorpusError, TextData, python_stdlib, read_corpus, text_folder
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_share_of_the_experts():
 
 
 def test_sizes_of_the_presets():
-    text = text_of(PACKAGE / "src" / "nemotron_nano" / "_presets.py")
+    text = text_of(PACKAGE / "src" / "nemotron_nano" / "model_config.py")
     sizes = [f"{count_parameters(presets[name]).total / 1e6:.1f}M" for name in ("tiny", "small")]
     assert "`tiny` ({} parameters) and `small` ({})".format(*sizes) in text
     assert f"the first {presets['nano-16l'].num_layers} layers" in text

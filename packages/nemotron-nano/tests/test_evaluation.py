@@ -12,8 +12,7 @@ from ep_dispatch import shard_experts
 from moe_core import MoE
 from moe_core.plugins import Batch, LossOutput
 from moe_core.testing import run_ranks
-from nemotron_nano.train._batches import TrainingError
-from nemotron_nano.train._pretrain import evaluate
+from nemotron_nano.train.pretrain import TrainingError, evaluate
 
 
 def evaluate_with(batches_by_rank):

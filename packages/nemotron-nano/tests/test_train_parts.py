@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from moe_core.testing import RankFailed, run_ranks
-from nemotron_nano.report._console import ConsoleTracker
-from nemotron_nano.report._jsonl import JsonlTracker, MetricsError, read_metrics
-from nemotron_nano.train._optimizer import adamw, warmup_cosine
-from nemotron_nano.train._utilisation import Utilisation, UtilisationError
-from nemotron_nano.train.component import AdamWConfig
+from nemotron_nano.report.trackers import ConsoleTracker, JsonlTracker, MetricsError, read_metrics
+from nemotron_nano.train.components import AdamWConfig, adamw, warmup_cosine
+from nemotron_nano.train.measure import Utilisation, UtilisationError
 
 
 def test_the_learning_rate_warms_up_and_falls_on_a_cosine_to_its_floor():

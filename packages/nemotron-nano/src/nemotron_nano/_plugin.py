@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 _HOMES = {
     ("model", "nemotron_nano"): ("nemotron_nano.components", "NemotronNanoModelConfig", "build_model"),
     ("transform", "compiled"): ("nemotron_nano.components", "CompiledConfig", "build_compiled"),
-    ("optimizer", "adamw"): ("nemotron_nano.train.component", "AdamWConfig", "build_adamw"),
-    ("scheduler", "warmup_cosine"): ("nemotron_nano.train.component", "WarmupCosineConfig", "build_warmup_cosine"),
-    ("trainer", "pretrain"): ("nemotron_nano.train.component", "PretrainConfig", "build_pretrain"),
-    ("data", "python_stdlib"): ("nemotron_nano.data.component", "PythonStdlibConfig", "build_python_stdlib"),
-    ("data", "text_files"): ("nemotron_nano.data.component", "TextFilesConfig", "build_text_files"),
-    ("tracker", "console"): ("nemotron_nano.report.component", "ConsoleConfig", "build_console"),
-    ("tracker", "jsonl"): ("nemotron_nano.report.component", "JsonlConfig", "build_jsonl"),
+    ("optimizer", "adamw"): ("nemotron_nano.train.components", "AdamWConfig", "build_adamw"),
+    ("scheduler", "warmup_cosine"): ("nemotron_nano.train.components", "WarmupCosineConfig", "build_warmup_cosine"),
+    ("trainer", "pretrain"): ("nemotron_nano.train.components", "PretrainConfig", "build_pretrain"),
+    ("data", "python_stdlib"): ("nemotron_nano.data.components", "PythonStdlibConfig", "build_python_stdlib"),
+    ("data", "text_files"): ("nemotron_nano.data.components", "TextFilesConfig", "build_text_files"),
+    ("tracker", "console"): ("nemotron_nano.report.trackers", "ConsoleConfig", "build_console"),
+    ("tracker", "jsonl"): ("nemotron_nano.report.trackers", "JsonlConfig", "build_jsonl"),
 }
 
 
@@ -31,7 +31,7 @@ def moe_components() -> list[Component]:
 @hookimpl
 def moe_validate(config: "Config", world_size: int) -> list[Problem]:
     from nemotron_nano.components import NemotronNanoModelConfig, problems
-    from nemotron_nano.data.component import validate_text
+    from nemotron_nano.data.components import validate_text
 
     model = config["model"].config
     found = problems(model, config.run.device_type) if isinstance(model, NemotronNanoModelConfig) else []

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from moe_core.config import load_config, validate
 from moe_core.plugins import load_registry
-from nemotron_nano._exit import leave
-from nemotron_nano.errors import is_user_error
-from nemotron_nano.train.start import check_start
+from nemotron_nano._exit import is_user_error, leave
+from nemotron_nano.train.launch import check_start, launch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,8 +150,6 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
         from nemotron_nano.train.rank import train_on_this_rank
 
         return train_on_this_rank(config, resume=options.resume)
-    from nemotron_nano.train.launch import launch
-
     return launch("nemotron_nano", words, world_size)
 
 

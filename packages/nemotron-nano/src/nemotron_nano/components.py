@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moe_core.plugins import Run
     from nemotron_nano.model import NemotronNano
 
-_OVERRIDES = [field for field in attrs.fields(NemotronNanoConfig) if not field.name.endswith("_token_id")]
+_OVERRIDES: list[Any] = [field for field in attrs.fields(NemotronNanoConfig) if not field.name.endswith("_token_id")]
 
 
 def _with_overrides(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:

@@ -1,5 +1,6 @@
 """A trained run, loaded again on one process: to generate from it, and to export it."""
 
+import codecs
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,14 +8,11 @@ from pathlib import Path
 import torch
 
 from ckpt_layout import load_checkpoint, save_hf
-from ep_mesh import resolve_sub_mesh
 from moe_core.config import load_config
-from moe_core.plugins import Run
-from nemotron_nano.components import NemotronNanoModelConfig
 from nemotron_nano.generate import generate_stream
 from nemotron_nano.model import NemotronNano
-from nemotron_nano.train._process_group import Place, choose_device_type, process_group
-from nemotron_nano.train.assemble import materialised_model
+from nemotron_nano.train.assemble import run_on_a_mesh, with_model
+from nemotron_nano.train.rank import Place, choose_device_type, process_group
 
 _ONE_PROCESS = ("transform=[]", "mesh.ep=1", "mesh.dp_shard=1", "mesh.dp_replicate=1")
 
@@ -35,14 +33,13 @@ def trained_model(folder: Path) -> Iterator[NemotronNano]:
         NotTrainedError: there is no checkpoint, or the run trained another kind of model.
     """
     config = load_config(folder / "config.toml", _ONE_PROCESS)
-    if isinstance(config["model"].config, NemotronNanoModelConfig):
+    if config["model"].name == "nemotron_nano":
         # whatever it was trained on, this machine may be another
         config = load_config(folder / "config.toml", (*_ONE_PROCESS, "model.mamba_kernels=torch"))
     device_type = choose_device_type(config.run.device_type)
     alone = Place(rank=0, local_rank=0, world_size=1, local_world_size=1)
     with process_group(alone, device_type, config.run.timeout_s):
-        run = Run(config, device_type=device_type, sub_mesh=resolve_sub_mesh)
-        run = materialised_model(run.with_part("mesh", config["mesh"].build(run)))
+        run = with_model(run_on_a_mesh(config, device_type=device_type))
         if not isinstance(run.model, NemotronNano):
             raise NotTrainedError(f"{folder}: the model is a {type(run.model).__name__}, not a NemotronNano")
         elsewhere = getattr(config["checkpointer"].config, "directory", None)
@@ -63,26 +60,14 @@ def continue_text(
         device = next(model.parameters()).device
         tokens = torch.tensor([list(prompt.encode())], device=device)
         generator = torch.Generator(device).manual_seed(seed)
-        decoder = _Utf8()
+        utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # holds back what begins a character
         for token in generate_stream(
             model, tokens, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator
         ):
-            yield decoder.decode(int(token))
+            yield utf8.decode(bytes([int(token)])) if token < 256 else ""
 
 
 def export(folder: Path, output: Path, max_shard_size: str) -> None:
     """Write the latest checkpoint of a run as transformers reads it."""
     with trained_model(folder) as model:
         save_hf(model, output, family="nemotron_h", max_shard_size=max_shard_size, config=model.config.to_hf())
-
-
-class _Utf8:
-    """Bytes to text, holding back the first bytes of a character until its last."""
-
-    def __init__(self) -> None:
-        import codecs
-
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def decode(self, byte: int) -> str:
-        return self._decoder.decode(bytes([byte])) if byte < 256 else ""

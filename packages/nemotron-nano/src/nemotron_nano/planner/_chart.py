@@ -5,7 +5,7 @@ from pathlib import Path
 from nemotron_nano.planner._hardware import GIB
 from nemotron_nano.planner._memory import KINDS
 from nemotron_nano.planner._predict import Plan
-from nemotron_nano.report._plots import _pyplot, _write
+from nemotron_nano.report.summary import _pyplot, _write
 
 _COLORS = ("#1b4f72", "#2e86c1", "#85c1e9", "#e67e22", "#c0392b", "#7f8c8d")
 """State in blues, what moves in warm colours, activations grey."""

@@ -1,24 +1,106 @@
-"""Bytes as tokens, cut into rows, and each rank's share of them.
+"""Text as training data: a folder of files is a corpus of two byte streams, whose rows the ranks share out.
 
 What a row holds depends on the seed and on its number in the whole run, never on how many ranks there are:
 the global batch of a step is the same under every layout.
 """
 
 import bisect
+import hashlib
 import math
+import sysconfig
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 from moe_core.plugins import Batch
-from nemotron_nano.data._corpus import Corpus, CorpusError, Split
 
 VOCABULARY = 256
-
 _IGNORED = -100
+_NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+
+class CorpusError(ValueError):
+    """A folder that does not hold what training needs."""
+
+
+@attrs.frozen
+class Split:
+    """The documents of one side, joined."""
+
+    text: bytes = attrs.field(repr=False)
+    document_starts: tuple[int, ...] = attrs.field(repr=False)
+    """Offset of each document's first byte, ascending."""
+
+    @property
+    def documents(self) -> int:
+        return len(self.document_starts)
+
+
+@attrs.frozen
+class Corpus:
+    """What was found in a folder, and a digest to tell it from what others found."""
+
+    name: str
+    training: Split
+    validation: Split
+    digest: str
+    """First 12 hex digits of a SHA-256 over the relative paths and contents of all files."""
+
+
+def python_stdlib() -> Corpus:
+    """The Python standard library's own source files, without its tests, as found on this machine."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path for path in folder.rglob("*.py") if _NOT_THE_LIBRARY.isdisjoint(path.relative_to(folder).parts)]
+    version = sysconfig.get_python_version()
+    return read_corpus(f"Python {version} standard library", folder, paths, validation_fraction=0.05)
+
+
+def text_folder(folder: Path, suffixes: Sequence[str], validation_fraction: float) -> Corpus:
+    """All files below `folder` that end in one of `suffixes`."""
+    if not folder.is_dir():
+        raise CorpusError(f"data.folder = {str(folder)!r}: must be a folder that exists")
+    paths = [path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file()]
+    return read_corpus(str(folder), folder, paths, validation_fraction)
+
+
+def read_corpus(name: str, folder: Path, paths: Iterable[Path], validation_fraction: float) -> Corpus:
+    """Split `paths` by file and join each side.
+
+    Which side a file is on follows from a hash of its path relative to `folder` alone, so it stays there
+    when other files come and go.
+    """
+    digest = hashlib.sha256()
+    sides: dict[bool, list[bytes]] = {True: [], False: []}
+    for relative, path in sorted((path.relative_to(folder).as_posix(), path) for path in paths):
+        content = path.read_bytes()
+        digest.update(relative.encode() + b"\0" + len(content).to_bytes(8, "big") + content)
+        if content:
+            sides[_is_validation(relative, validation_fraction)].append(content)
+    for side, files in sides.items():
+        if not files:
+            raise CorpusError(
+                f"{name}: no file for {'validation' if side else 'training'} among {sum(map(len, sides.values()))} "
+                "non-empty files; give more files, or another data.validation_fraction"
+            )
+    return Corpus(name, _join(sides[False]), _join(sides[True]), digest.hexdigest()[:12])
+
+
+def _is_validation(relative: str, fraction: float) -> bool:
+    share = int.from_bytes(hashlib.sha256(relative.encode()).digest()[:8], "big") / 2**64
+    return share < fraction
+
+
+def _join(documents: list[bytes]) -> Split:
+    starts, offset = [], 0
+    for document in documents:
+        starts.append(offset)
+        offset += len(document)
+    return Split(b"".join(documents), tuple(starts))
 
 
 class TextData:

@@ -1,36 +1,42 @@
-"""The training loop: next-token prediction, validation, checkpoints."""
+"""The trainer `pretrain`: next-token prediction, validation, checkpoints."""
 
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from chunked_loss import global_denominator
 from fsdp_ep import set_requires_gradient_sync
 from moe_core import update_router_bias
 from moe_core.plugins import Batch, LossOutput, Run
-from nemotron_nano.train._batches import TrainingError, as_many_on_every_rank
-from nemotron_nano.train._events import emit
-from nemotron_nano.train._measure import Totals, peak_memory_bytes, sum_over_ranks
-from nemotron_nano.train._utilisation import Utilisation
-from nemotron_nano.train.start import check_checkpoints
+from nemotron_nano.train.launch import check_checkpoints
+from nemotron_nano.train.measure import Totals, Utilisation, peak_memory_bytes, sum_over_ranks
 
-if TYPE_CHECKING:
-    from nemotron_nano.train.component import PretrainConfig
+_LISTENERS = ("mesh", "model", "loss", "optimizer", "scheduler", "clipper", "data", "checkpointer")
 
 
+class TrainingError(RuntimeError):
+    """Training can't go on; raised on all ranks alike."""
+
+
+@attrs.frozen(kw_only=True)
 class Pretrain:
-    """`kinds.Trainer`: drives a run from its first, or its resumed, step to `run.steps`."""
+    """`kinds.Trainer`: drives a run from its first, or its resumed, step to `run.steps`; see `PretrainConfig`."""
 
-    def __init__(self, config: "PretrainConfig") -> None:
-        self.config = config
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    router_bias_rate: float = 1e-3
+    tflops: float | None = None
 
     def __call__(self, run: Run) -> int:
         steps = run.config.run.steps
-        utilisation = None if self.config.tflops is None else Utilisation(run.model, self.config.tflops)
+        utilisation = None if self.tflops is None else Utilisation(run.model, self.tflops)
         start = _restore(run)
         if start > steps:
             raise TrainingError(f"the checkpoint stands after step {start}, beyond run.steps = {steps}")
@@ -38,9 +44,9 @@ class Pretrain:
         for step in range(start, steps):
             emit(run, "step_end", step=step + 1, steps=steps, metrics=self._step(run, step, utilisation))
             done = step + 1
-            if _due(done, self.config.evaluate_every, steps):
+            if _due(done, self.evaluate_every, steps):
                 emit(run, "evaluated", step=done, metrics=evaluate(run))
-            if _due(done, self.config.checkpoint_every, steps):
+            if _due(done, self.checkpoint_every, steps):
                 path = run.checkpointer.save(run, done, {})
                 emit(run, "checkpoint_saved", step=done, path=path)
         emit(run, "run_end", status=0)
@@ -60,7 +66,7 @@ class Pretrain:
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.scheduler.step()
-        load = update_router_bias(run.model, run.sub_mesh("dp"), rate=self.config.router_bias_rate)
+        load = update_router_bias(run.model, run.sub_mesh("dp"), rate=self.router_bias_rate)
         totals = sum_over_ranks(outputs, run.sub_mesh("dp"), peak_memory_bytes(run.device_type))
         seconds = time.perf_counter() - begin
         return {
@@ -121,6 +127,29 @@ def evaluate(run: Run) -> Mapping[str, float]:
     return metrics
 
 
+def as_many_on_every_rank(batches: Sequence[Batch], dp_mesh: DeviceMesh, source: str) -> Sequence[Batch]:
+    """The batches, once all ranks of `dp_mesh` have said how many they have; one collective and one host sync.
+
+    Each batch is a collective pass through the model, and one more on some ranks would hang.
+
+    Args:
+        source: what gave the batches, for the message.
+
+    Raises:
+        TrainingError: on all ranks, if they have different numbers of batches, or none.
+    """
+    mine = torch.tensor([len(batches)], device=dp_mesh.device_type)
+    by_rank = [torch.empty_like(mine) for _ in range(dp_mesh.size())]
+    dist.all_gather(by_rank, mine, group=dp_mesh.get_group())
+    counts = torch.cat(by_rank).tolist()
+    if len(set(counts)) > 1 or counts[0] == 0:
+        raise TrainingError(
+            f"{source} gave ranks {counts} batches: must be as many on every rank, and at least one; pad the short "
+            "ranks with batches whose labels are all ignored"
+        )
+    return batches
+
+
 def _restore(run: Run) -> int:
     """The step to begin with: that of the checkpoint, which is loaded, if the run resumes; else 0."""
     # all ranks look before any of them can write
@@ -134,3 +163,12 @@ def _restore(run: Run) -> int:
 
 def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
+
+
+def emit(run: Run, event: str, /, **info: Any) -> None:
+    """Call `event` on every component of the run that has a method of that name, the trackers last."""
+    listeners = [getattr(run, part) for part in _LISTENERS] + list(run.trackers)
+    for listener in listeners:
+        method = getattr(listener, event, None)
+        if callable(method):
+            method(**info)

@@ -1,16 +1,17 @@
 """The optimizer, scheduler and trainer components: config classes, which need no torch, and their factories."""
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import validators
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from moe_core.plugins import Run
     from moe_core.plugins.kinds import Trainer
-
 
 _fraction = validators.and_(validators.ge(0.0), validators.lt(1.0))
 
@@ -31,6 +32,29 @@ class AdamWConfig:
     """Per unit of learning rate; for parameters of two or more dims."""
 
 
+def build_adamw(config: AdamWConfig, run: "Run") -> "torch.optim.Optimizer":
+    return adamw(run.model, config)
+
+
+def adamw(model: "nn.Module", config: AdamWConfig) -> "torch.optim.AdamW":
+    """Parameters of two or more dims decay, vectors do not.
+
+    DTensors and plain tensors go in groups of their own: batched kernels take DTensors of several meshes
+    together, but not along with plain tensors.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups.setdefault((parameter.ndim >= 2, isinstance(parameter, DTensor)), []).append(parameter)
+    options: list[dict[str, Any]] = [
+        {"params": groups[key], "weight_decay": config.weight_decay if key[0] else 0.0} for key in sorted(groups)
+    ]
+    return torch.optim.AdamW(options, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
 @attrs.frozen
 class WarmupCosineConfig:
     """`warmup_cosine`: linear from 0 to the peak, then half a cosine down."""
@@ -41,6 +65,26 @@ class WarmupCosineConfig:
     """Step at which the floor is reached. Left out: `run.steps`."""
     floor: float = attrs.field(default=0.1, validator=validators.and_(validators.ge(0.0), validators.le(1.0)))
     """The last learning rate, as a share of the peak."""
+
+
+def build_warmup_cosine(config: WarmupCosineConfig, run: "Run") -> "torch.optim.lr_scheduler.LRScheduler":
+    decay_steps = run.config.run.steps if config.decay_steps is None else config.decay_steps
+    return warmup_cosine(run.optimizer, config.warmup_steps, max(decay_steps, 1), config.floor)
+
+
+def warmup_cosine(
+    optimizer: "torch.optim.Optimizer", warmup_steps: int, decay_steps: int, floor: float
+) -> "torch.optim.lr_scheduler.LambdaLR":
+    """Step n (from 0) runs at (n+1)/warmup of the peak, then on a half cosine that ends at `floor`."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return LambdaLR(optimizer, factor)
 
 
 @attrs.frozen
@@ -57,20 +101,7 @@ class PretrainConfig:
     """10^12 operations a second that one device reaches; each step then reports its MFU, relative to that."""
 
 
-def build_adamw(config: AdamWConfig, run: "Run") -> "torch.optim.Optimizer":
-    from nemotron_nano.train._optimizer import adamw
-
-    return adamw(run.model, config)
-
-
-def build_warmup_cosine(config: WarmupCosineConfig, run: "Run") -> "torch.optim.lr_scheduler.LRScheduler":
-    from nemotron_nano.train._optimizer import warmup_cosine
-
-    decay_steps = run.config.run.steps if config.decay_steps is None else config.decay_steps
-    return warmup_cosine(run.optimizer, config.warmup_steps, max(decay_steps, 1), config.floor)
-
-
 def build_pretrain(config: PretrainConfig, run: "Run") -> "Trainer":
-    from nemotron_nano.train._pretrain import Pretrain
+    from nemotron_nano.train.pretrain import Pretrain
 
-    return Pretrain(config)
+    return Pretrain(**attrs.asdict(config))

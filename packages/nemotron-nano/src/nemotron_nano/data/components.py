@@ -10,8 +10,7 @@ from moe_core.plugins import Problem
 if TYPE_CHECKING:
     from moe_core.config import Config
     from moe_core.plugins import Run
-    from nemotron_nano.data._corpus import Corpus
-    from nemotron_nano.data._text import TextData
+    from nemotron_nano.data.text import Corpus, TextData
 
 
 @attrs.frozen(kw_only=True)
@@ -50,7 +49,7 @@ class TextFilesConfig(TextConfig):
 
 
 def build_python_stdlib(config: PythonStdlibConfig, run: "Run") -> "TextData":
-    from nemotron_nano.data._corpus import python_stdlib
+    from nemotron_nano.data.text import python_stdlib
 
     return _build(config, python_stdlib(), run)
 
@@ -58,7 +57,7 @@ def build_python_stdlib(config: PythonStdlibConfig, run: "Run") -> "TextData":
 def build_text_files(config: TextFilesConfig, run: "Run") -> "TextData":
     from pathlib import Path
 
-    from nemotron_nano.data._corpus import text_folder
+    from nemotron_nano.data.text import text_folder
 
     return _build(config, text_folder(Path(config.folder), config.suffixes, config.validation_fraction), run)
 
@@ -66,7 +65,7 @@ def build_text_files(config: TextFilesConfig, run: "Run") -> "TextData":
 def _build(config: TextConfig, corpus: "Corpus", run: "Run") -> "TextData":
     import torch
 
-    from nemotron_nano.data._text import TextData
+    from nemotron_nano.data.text import TextData
 
     dp = run.sub_mesh("dp")
     return TextData(
