@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from nemotron_nano import NemotronNano, NemotronNanoConfig
+from nemotron_nano import NemotronNano, NemotronNanoConfig, NemotronNanoConfigError
 
 CONFIG = NemotronNanoConfig(
     pattern="ME*M-E",
@@ -100,6 +100,43 @@ def test_logits_equal_transformers(config, shape):
     assert ours.shape == (*shape, config.vocab_size)
     assert hf.std() > 0.3  # or there is nothing to compare
     assert (ours - hf).abs().max() < 1e-4
+
+
+KEYS_OF = {
+    "M": ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"),
+    "E": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "*": ("num_attention_heads", "num_key_value_heads", "head_dim"),
+    "-": ("intermediate_size",),
+}
+
+
+@pytest.mark.parametrize("pattern", ["M", "E", "*", "-", "M*-", "-M"])
+def test_only_the_kinds_of_layers_that_occur_ask_for_keys(pattern):
+    model, oracle = both(attrs.evolve(CONFIG, pattern=pattern))
+    saved = oracle.config.to_dict()
+    absent = [key for kind, keys in KEYS_OF.items() if kind not in pattern for key in keys]
+    without = {key: value for key, value in saved.items() if key not in absent}
+    read = NemotronNanoConfig.from_hf(without)
+    assert read.pattern == pattern
+    tokens = torch.randint(CONFIG.vocab_size, (2, 37), generator=torch.Generator().manual_seed(1))
+    again = NemotronNano(read)
+    again.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert (again.eval()(tokens) - oracle.eval()(tokens, use_cache=False).logits).abs().max() < 1e-4
+    # whatever stands under the keys of other kinds plays no part, and comes back as it was
+    nulls = NemotronNanoConfig.from_hf({**saved, **dict.fromkeys(absent)})
+    assert nulls == read
+    if "E" not in pattern:
+        none = NemotronNanoConfig.from_hf({**saved, "n_routed_experts": 0, "n_shared_experts": 0})
+        assert none.to_hf()["n_routed_experts"] == 0
+    # the other direction: what is written is read by transformers as the same model
+    written = transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**read.to_hf()))
+    assert {name: p.shape for name, p in written.named_parameters()} == {
+        name: p.shape for name, p in oracle.named_parameters()
+    }
+    for key in (key for kind in pattern for key in KEYS_OF[kind]):
+        with pytest.raises(NemotronNanoConfigError, match=rf"^{key} = None: is missing from the Hugging Face config$"):
+            NemotronNanoConfig.from_hf({name: value for name, value in saved.items() if name != key})
 
 
 def test_every_layer_gives_what_transformers_layer_gives():

@@ -122,18 +122,22 @@ class NemotronNanoConfig:
         """The config that a `config.json` of Hugging Face's `nemotron_h` describes, in either spelling.
 
         The layers are named by `hybrid_override_pattern` ("MEM*E", as on the hub) or by
-        `layers_block_type` (a list of names, as transformers 5 saves them).
+        `layers_block_type` (a list of names, as transformers 5 saves them). Only the kinds of layers that occur
+        ask for their keys: a model without experts needs none of theirs.
 
         Raises:
             NemotronNanoConfigError: a key is missing, contradicts another, or asks for what this model does
                 not have (biases, latent experts, tied embeddings, ...).
         """
-        faults = [*_missing(config), *_unsupported(config)]
-        if faults:
-            raise NemotronNanoConfigError(faults)
+        if config.get("model_type", "nemotron_h") != "nemotron_h":
+            raise NemotronNanoConfigError([*_unsupported(config, "")])
         pattern = _pattern_of(config)
-        values: dict[str, Any] = {ours: config[theirs] for ours, theirs in _HF_NAMES.items() if theirs in config}
-        values = {key: tuple(x) if isinstance(x, list) else x for key, x in values.items()}
+        if faults := [*_missing(config, pattern), *_unsupported(config, pattern)]:
+            raise NemotronNanoConfigError(faults)
+        given = [key for key in _HF_KEYS if config.get(key.theirs) is not None]
+        values: dict[str, Any] = {key.ours: config[key.theirs] for key in given}
+        if isinstance(values.get("eos_token_id"), list):
+            values["eos_token_id"] = tuple(values["eos_token_id"])
         return cls(pattern=pattern, **values)
 
     def to_hf(self) -> dict[str, Any]:
@@ -143,90 +147,105 @@ class NemotronNanoConfig:
             "model_type": "nemotron_h",
             "hybrid_override_pattern": self.pattern,
             "num_hidden_layers": self.num_layers,
-            **{
-                theirs: list(x) if isinstance(x := getattr(self, ours), tuple) else x
-                for ours, theirs in _HF_NAMES.items()
-            },
-            **{key: value for key, (value, _) in _FIXED_IN_HF.items()},
+            **{key.theirs: list(x) if isinstance(x := getattr(self, key.ours), tuple) else x for key in _HF_KEYS},
+            **{name: fixed.value for name, fixed in _FIXED_IN_HF.items()},
             "expand": max(1, round(self.mamba_hidden_size / self.hidden_size)),
             "max_position_embeddings": 262144,
             "use_cache": True,
         }
 
 
-_HF_NAMES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "norm_eps": "layer_norm_epsilon",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "mamba_num_heads": "mamba_num_heads",
-    "mamba_head_dim": "mamba_head_dim",
-    "mamba_num_groups": "n_groups",
-    "ssm_state_size": "ssm_state_size",
-    "conv_kernel": "conv_kernel",
-    "chunk_size": "chunk_size",
-    "time_step_min": "time_step_min",
-    "time_step_max": "time_step_max",
-    "time_step_floor": "time_step_floor",
-    "num_experts": "n_routed_experts",
-    "top_k": "num_experts_per_tok",
-    "expert_hidden_size": "moe_intermediate_size",
-    "shared_expert_hidden_size": "moe_shared_expert_intermediate_size",
-    "routed_scaling_factor": "routed_scaling_factor",
-    "normalize_top_k": "norm_topk_prob",
-    "router_num_groups": "n_group",
-    "router_top_groups": "topk_group",
-    "mlp_hidden_size": "intermediate_size",
-    "initializer_range": "initializer_range",
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "pad_token_id": "pad_token_id",
+class _HFKey(NamedTuple):
+    """One value that both configs have."""
+
+    ours: str
+    theirs: str
+    kinds: str = ""
+    """Letters of the layers that read it; empty: every model does."""
+    needed: bool = False
+    """A size that differs from model to model, so that no default would be right."""
+
+
+_HF_KEYS = (
+    _HFKey("vocab_size", "vocab_size", needed=True),
+    _HFKey("hidden_size", "hidden_size", needed=True),
+    _HFKey("norm_eps", "layer_norm_epsilon"),
+    _HFKey("num_attention_heads", "num_attention_heads", "*", needed=True),
+    _HFKey("num_key_value_heads", "num_key_value_heads", "*", needed=True),
+    _HFKey("head_dim", "head_dim", "*", needed=True),
+    _HFKey("mamba_num_heads", "mamba_num_heads", "M", needed=True),
+    _HFKey("mamba_head_dim", "mamba_head_dim", "M", needed=True),
+    _HFKey("mamba_num_groups", "n_groups", "M", needed=True),  # `n_group` is the router's
+    _HFKey("ssm_state_size", "ssm_state_size", "M", needed=True),
+    _HFKey("conv_kernel", "conv_kernel", "M"),
+    _HFKey("chunk_size", "chunk_size", "M"),
+    _HFKey("time_step_min", "time_step_min", "M"),
+    _HFKey("time_step_max", "time_step_max", "M"),
+    _HFKey("time_step_floor", "time_step_floor", "M"),
+    _HFKey("num_experts", "n_routed_experts", "E", needed=True),
+    _HFKey("top_k", "num_experts_per_tok", "E", needed=True),
+    _HFKey("expert_hidden_size", "moe_intermediate_size", "E", needed=True),
+    _HFKey("shared_expert_hidden_size", "moe_shared_expert_intermediate_size", "E", needed=True),
+    _HFKey("routed_scaling_factor", "routed_scaling_factor", "E"),
+    _HFKey("normalize_top_k", "norm_topk_prob", "E"),
+    _HFKey("router_num_groups", "n_group", "E"),
+    _HFKey("router_top_groups", "topk_group", "E"),
+    _HFKey("mlp_hidden_size", "intermediate_size", "-", needed=True),
+    _HFKey("initializer_range", "initializer_range"),
+    _HFKey("bos_token_id", "bos_token_id"),
+    _HFKey("eos_token_id", "eos_token_id"),
+    _HFKey("pad_token_id", "pad_token_id"),
+)
+
+
+class _Fixed(NamedTuple):
+    """What Hugging Face's architecture could vary and this one does not."""
+
+    value: Any
+    kinds: str = ""
+    """Letters of the layers that it speaks of; empty: of every model."""
+    same: tuple[Any, ...] = ()
+    """Other values that mean the same."""
+
+
+_FIXED_IN_HF: Mapping[str, _Fixed] = {
+    "mamba_hidden_act": _Fixed("silu", "M"),
+    "mlp_hidden_act": _Fixed("relu2", "E-"),
+    "use_bias": _Fixed(False, "M"),
+    "mlp_bias": _Fixed(False, "E-"),
+    "attention_bias": _Fixed(False, "*"),
+    "mamba_proj_bias": _Fixed(False, "M"),
+    "use_conv_bias": _Fixed(True, "M"),
+    "tie_word_embeddings": _Fixed(False),
+    "n_shared_experts": _Fixed(1, "E"),
+    "moe_latent_size": _Fixed(None, "E"),
+    "sliding_window": _Fixed(None, "*"),
+    "attention_dropout": _Fixed(0.0, "*"),
+    "hidden_dropout": _Fixed(0.0),
+    "residual_in_fp32": _Fixed(False),
+    "num_nextn_predict_layers": _Fixed(0, same=(None,)),
 }
-"""Our names, and Hugging Face's for the same value. (`n_groups` is Mamba's, `n_group` the router's.)"""
-
-_FIXED_IN_HF: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
-    "mamba_hidden_act": ("silu", ()),
-    "mlp_hidden_act": ("relu2", ()),
-    "use_bias": (False, ()),
-    "mlp_bias": (False, ()),
-    "attention_bias": (False, ()),
-    "mamba_proj_bias": (False, ()),
-    "use_conv_bias": (True, ()),
-    "tie_word_embeddings": (False, ()),
-    "n_shared_experts": (1, ()),
-    "moe_latent_size": (None, ()),
-    "sliding_window": (None, ()),
-    "attention_dropout": (0.0, ()),
-    "hidden_dropout": (0.0, ()),
-    "residual_in_fp32": (False, ()),
-    "num_nextn_predict_layers": (0, (None,)),
-}
-"""What Hugging Face's architecture could vary and this one does not: its value, and others that mean the same."""
-
-_NEEDED_FROM_HF = (
-    "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "mamba_num_heads",
-    "mamba_head_dim", "n_groups", "ssm_state_size", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "moe_shared_expert_intermediate_size",
-)  # fmt: skip
-"""Sizes that differ from model to model, so that no default would be right."""
 
 
-def _missing(config: Mapping[str, Any]) -> Iterator[Fault]:
-    for key in _NEEDED_FROM_HF:
-        if key not in config:
-            yield Fault(key, None, "is missing from the Hugging Face config")
+def _occurs(kinds: str, pattern: str) -> bool:
+    """Whether a model of this pattern has a layer of one of these kinds; "" stands for the model itself."""
+    return not kinds or not set(kinds).isdisjoint(pattern)
 
 
-def _unsupported(config: Mapping[str, Any]) -> Iterator[Fault]:
+def _missing(config: Mapping[str, Any], pattern: str) -> Iterator[Fault]:
+    for key in _HF_KEYS:
+        if key.needed and config.get(key.theirs) is None and _occurs(key.kinds, pattern):
+            yield Fault(key.theirs, None, "is missing from the Hugging Face config")
+
+
+def _unsupported(config: Mapping[str, Any], pattern: str) -> Iterator[Fault]:
     if config.get("model_type", "nemotron_h") != "nemotron_h":
         yield Fault("model_type", config["model_type"], "must be 'nemotron_h'")
-    for key, (ours, same) in _FIXED_IN_HF.items():
-        if key in config and config[key] != ours and config[key] not in same:
-            yield Fault(key, config[key], f"this model only has {ours!r}")
+    for key, fixed in _FIXED_IN_HF.items():
+        if key in config and config[key] not in (fixed.value, *fixed.same) and _occurs(fixed.kinds, pattern):
+            yield Fault(key, config[key], f"this model only has {fixed.value!r}")
     low, high = config.get("time_step_limit") or (0.0, None)
-    if low != 0.0 or high not in (None, float("inf"), {"__float__": "Infinity"}, "Infinity"):
+    if "M" in pattern and (low != 0.0 or high not in (None, float("inf"), {"__float__": "Infinity"}, "Infinity")):
         yield Fault("time_step_limit", config["time_step_limit"], "this model never clamps dt: must be [0, infinity]")
 
 
@@ -266,20 +285,15 @@ def _faults(config: NemotronNanoConfig) -> Iterator[Fault]:
         yield from _broken_relations(config)
 
 
-_POSITIVE = (
-    "vocab_size", "hidden_size", "norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "ssm_state_size", "conv_kernel", "chunk_size",
-    "time_step_min", "time_step_max", "time_step_floor", "num_experts", "top_k", "expert_hidden_size",
-    "shared_expert_hidden_size", "routed_scaling_factor", "router_num_groups", "router_top_groups",
-    "mlp_hidden_size", "initializer_range",
-)  # fmt: skip
+_NOT_SIZES = ("normalize_top_k", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def _not_positive(config: NemotronNanoConfig) -> Iterator[Fault]:
-    for key in _POSITIVE:
-        value = getattr(config, key)
-        if not value > 0:
-            yield Fault(key, value, "must be above 0")
+    for key in _HF_KEYS:
+        if key.ours in _NOT_SIZES or not _occurs(key.kinds, config.pattern):
+            continue
+        if not (value := getattr(config, key.ours)) > 0:
+            yield Fault(key.ours, value, "must be above 0")
 
 
 def _out_of_range(config: NemotronNanoConfig) -> Iterator[Fault]:
