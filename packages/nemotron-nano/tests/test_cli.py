@@ -2,10 +2,12 @@
 
 import json
 import os
+import platform
 import resource
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -120,6 +122,55 @@ def test_a_wrong_path_gives_one_clear_line(config, tmp_path, words, reason):
     assert len([line for line in answer.stderr.splitlines() if line.strip()]) <= 2
 
 
+def test_several_ranks_that_a_config_needs_are_not_started_by_themselves_and_the_line_says_how(config):
+    answer = _in_process(["train", config, "mesh.ep=2"], "code, 'torch' in sys.modules")
+    assert answer.stdout.strip() == "(2, False)"
+    assert "mesh.ep = 2: must divide dp_shard = 1" in answer.stderr
+    assert "one process, which is the default" in answer.stderr
+    assert "--nproc 2, or under torchrun" in answer.stderr
+    assert "torchrun" not in _nemotron("train", config, "mesh.ep=2", "--nproc", 3).stderr  # it was said for how many
+    four = _nemotron("train", config, "mesh.ep=2", "mesh.dp_replicate=2")
+    assert "--nproc 4" in four.stderr
+    never = _nemotron("train", config, "mesh.ep=2", "mesh.tp=3")  # no number of ranks would help
+    assert (never.returncode, "--nproc" in never.stderr) == (2, False)
+
+
+def test_the_versions_of_all_packages_torch_and_python_are_printed_without_importing_torch():
+    code = (
+        "import sys\nfrom nemotron_nano.cli import main\ntry:\n    main(['--version'])\n"
+        "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    *lines, last = answer.stdout.splitlines()
+    assert last == "0 False"
+    told = dict(line.split(" ") for line in lines)
+    ours = {"nemotron-nano", "moe-core", "ep-mesh", "ep-dispatch", "fsdp-ep", "grad-clip-multimesh", "chunked-loss",
+            "ckpt-layout"}  # fmt: skip
+    assert set(told) == ours | {"torch", "Python"}
+    assert told["nemotron-nano"] == version("nemotron-nano")
+    assert told["Python"] == platform.python_version()
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["train", "c.toml", "--nproc", "x"], "--nproc: 'x': must be a whole number, at least 1"),
+        (["train", "c.toml", "--nproc", "0"], "--nproc: '0': must be a whole number, at least 1"),
+        (["train", "c.toml", "--nproc", "1.5"], "--nproc: '1.5': must be a whole number, at least 1"),
+        (["plan", "c.toml", "--gpus", "many"], "--gpus: 'many': must be a whole number, at least 1"),
+        (["plan", "c.toml", "--tflops", "nan"], "--tflops: 'nan': must be a number above 0"),
+        (["generate", "r", "--temperature=warm"], "--temperature: 'warm': must be a number, not negative"),
+        (["generate", "r", "--top-p", "0"], "--top-p: '0': must be a number above 0 and at most 1"),
+        (["generate", "r", "--seed", "a"], "--seed: 'a': must be a whole number"),
+    ],
+)
+def test_an_option_says_what_it_must_be(words, rule):
+    answer = _nemotron(*words)
+    assert answer.returncode == 2
+    assert answer.stderr.rstrip().endswith(rule)
+    assert "_" not in answer.stderr.splitlines()[-1]
+
+
 def test_an_axis_that_the_trainer_does_not_use_is_refused(config):
     answer = _nemotron("train", config, "--nproc", 2, "mesh.tp=2")
     assert answer.returncode == 2
@@ -130,7 +181,8 @@ def test_what_a_killed_first_save_leaves_is_no_checkpoint(config, tmp_path):
     (tmp_path / "runs" / "t" / "checkpoints" / ".step-00000002.partial").mkdir(parents=True)
     resumed = _nemotron("train", config, "--resume", cwd=tmp_path)
     assert (resumed.returncode, "has no checkpoint to --resume from" in resumed.stderr) == (2, True)
-    afresh = _nemotron("train", config, "run.steps=0", "data.validation_sequences=1", cwd=tmp_path)
+    little = ["run.steps=1", "data.validation_sequences=1", "data.sequence_length=16", "data.global_batch_size=2"]
+    afresh = _nemotron("train", config, *little, cwd=tmp_path)
     assert afresh.returncode == 0, afresh.stderr
 
 

@@ -2,14 +2,16 @@
 
 import argparse
 import os
+import platform
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from moe_core.config import load_config, validate
+from moe_core.config import Config, ConfigError, load_config, validate
 from moe_core.plugins import load_registry
 from nemotron_nano._exit import is_user_error, leave
 from nemotron_nano.train.launch import check_start, launch
@@ -19,6 +21,15 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 500
 """Columns of a table that goes into a file or a pipe."""
+
+PACKAGES = (
+    "nemotron-nano", "moe-core", "ep-mesh", "ep-dispatch", "fsdp-ep", "grad-clip-multimesh", "chunked-loss",
+    "ckpt-layout",
+)  # fmt: skip
+"""The eight distributions, whose versions belong in a report of a fault."""
+
+MOST_RANKS_TRIED = 64
+"""How far the search for a number of ranks goes that fits a config."""
 
 USER_ERROR = 2
 """Exit status of a mistake in what the user gave; nothing was started."""
@@ -65,6 +76,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nemotron-nano", description="Train Nemotron-3 Nano with expert parallelism.")
+    parser.add_argument("--version", action=_Versions, help="versions of the eight packages, torch and Python")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train from a config", description=_train.__doc__)
@@ -79,9 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpus", type=_positive, default=8, metavar="N", help="ranks (default 8)")
     plan.add_argument("--memory", default="80GiB", metavar="SIZE", help="of a GPU (default 80GiB)")
     plan.add_argument("--reserve", default="2GiB", metavar="SIZE", help="of it for driver and fragments (default 2GiB)")
-    plan.add_argument(
-        "--tflops", type=float, default=800.0, metavar="N", help="a GPU reaches in products (default 800)"
-    )
+    tflops = "a GPU reaches in products (default 800)"
+    plan.add_argument("--tflops", type=_above_zero, default=800.0, metavar="N", help=tflops)
     plan.add_argument("--intra", default="450GB/s", metavar="SPEED", help="of a GPU in its node (default 450GB/s)")
     plan.add_argument("--link", default="50GB/s", metavar="SPEED", help="of a GPU to other nodes (default 50GB/s)")
     plan.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="(default 8)")
@@ -98,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-new-tokens", type=_positive, default=100, metavar="N", help="how far (default 100)")
     generate.add_argument("--temperature", type=_not_negative, default=0.8, help="0: the likeliest token (default 0.8)")
     generate.add_argument("--top-p", type=_share, default=0.95, help="share of the probability kept (default 0.95)")
-    generate.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    generate.add_argument("--seed", type=_whole, default=0, help="of the sampling (default 0)")
     generate.set_defaults(command=_generate)
 
     export = commands.add_parser("export", help="write a checkpoint in the Hugging Face layout")
@@ -113,34 +124,58 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return number
+class _Versions(argparse.Action):
+    """Prints a line for each package, torch and Python, and ends; no torch is imported."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        for name in (*PACKAGES, "torch"):
+            try:
+                print(name, version(name))
+            except PackageNotFoundError:
+                print(name, "is not installed")
+        print("Python", platform.python_version())
+        parser.exit()
 
 
-def _not_negative(text: str) -> float:
-    number = float(text)
-    if not number >= 0:
-        raise argparse.ArgumentTypeError(f"{text}: must not be negative")
-    return number
+def _number(type_: Callable[[str], float], rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """An argparse type that says what an option must be, whatever stands there instead."""
+
+    def parse(text: str) -> float:
+        try:
+            number = type_(text)
+        except ValueError:
+            number = None
+        if number is None or not holds(number):
+            raise argparse.ArgumentTypeError(f"{text!r}: must be {rule}")
+        return number
+
+    return parse
 
 
-def _share(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and at most 1")
-    return number
+_positive = _number(int, "a whole number, at least 1", lambda number: number >= 1)
+_whole = _number(int, "a whole number", lambda number: True)
+_above_zero = _number(float, "a number above 0", lambda number: number > 0)
+_not_negative = _number(float, "a number, not negative", lambda number: number >= 0)
+_share = _number(float, "a number above 0 and at most 1", lambda number: 0 < number <= 1)
 
 
 def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Train from one or more TOML files, the later over the earlier, and key.path=value words over all."""
-    files = [word for word in options.words if "=" not in word]
-    config = load_config(files, [word for word in options.words if "=" in word])
+    config = _load(options.words)
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if started else (options.nproc or 1)
-    validate(config, world_size)
+    try:
+        validate(config, world_size)
+    except ConfigError as error:
+        if started or options.nproc or not (ranks := _ranks_that_fit(config)):
+            raise
+        raise UserError(
+            f"{error}\nThis was checked for one process, which is the default; on {ranks} the config holds: start them "
+            f"with --nproc {ranks}, or under torchrun"
+        ) from error
     if options.dry_run:
         print(config.to_toml(), end="")
         return 0
@@ -153,10 +188,26 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
     return launch("nemotron_nano", words, world_size)
 
 
+def _load(words: Sequence[str], *overrides: str) -> Config:
+    """The config of these files and `key.path=value` words, and of what the command itself sets."""
+    files = [word for word in words if "=" not in word]
+    return load_config(files, [*(word for word in words if "=" in word), *overrides])
+
+
+def _ranks_that_fit(config: Config) -> int | None:
+    """The smallest number of ranks, of several, for which all rules between the tables hold."""
+    for ranks in range(2, MOST_RANKS_TRIED + 1):
+        try:
+            validate(config, ranks)
+        except ConfigError:
+            continue
+        return ranks
+    return None
+
+
 def _plan(options: argparse.Namespace, words: Sequence[str]) -> int:
     """What a step costs at every valid expert-parallel degree: memory, collectives, time; mesh.ep plays no part."""
-    files = [word for word in options.words if "=" not in word]
-    config = load_config(files, [*(word for word in options.words if "=" in word), "mesh.ep=1"])
+    config = _load(options.words, "mesh.ep=1")
     validate(config, options.gpus)
 
     from nemotron_nano.planner import Hardware, parse_bytes, plan, show, to_json
