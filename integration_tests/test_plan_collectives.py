@@ -68,8 +68,8 @@ def planned(words: list[str], world_size: int) -> tuple[Counter[str], Counter[st
     from moe_core import load_config
     from nemotron_nano.planner._collectives import collectives_of_a_step
     from nemotron_nano.planner._footprint import model_on_meta
+    from nemotron_nano.planner._inputs import read_workload
     from nemotron_nano.planner._units import find_units
-    from nemotron_nano.planner._workload import read_workload
 
     work = read_workload(load_config((), words))
     mesh = work.mesh.resolve(world_size, work.model.num_experts)

@@ -8,7 +8,7 @@ from ep_mesh import MeshConfig
 from moe_core import load_config
 from nemotron_nano import count_parameters, presets
 from nemotron_nano.planner._footprint import footprint_of_layer
-from nemotron_nano.planner._workload import read_workload
+from nemotron_nano.planner._inputs import read_workload
 
 PACKAGE = Path(__file__).parents[1]
 CONFIGS = PACKAGE.parents[1] / "configs"

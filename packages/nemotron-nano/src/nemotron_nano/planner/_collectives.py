@@ -7,8 +7,8 @@ from typing import Literal
 import attrs
 
 from ep_mesh import MeshConfig
+from nemotron_nano.planner._inputs import Workload
 from nemotron_nano.planner._units import Unit, expert_share
-from nemotron_nano.planner._workload import Workload
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 

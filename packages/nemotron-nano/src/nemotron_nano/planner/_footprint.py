@@ -21,8 +21,8 @@ from fsdp_ep import apply_activation_checkpointing
 from moe_core.plugins import Batch, Run
 from nemotron_nano.model import Layer, NemotronNano, RMSNorm
 from nemotron_nano.planner._collectives import rows_received, rows_sent
+from nemotron_nano.planner._inputs import Workload, innermost
 from nemotron_nano.planner._units import expert_share
-from nemotron_nano.planner._workload import Workload, innermost
 
 
 @attrs.frozen(kw_only=True)

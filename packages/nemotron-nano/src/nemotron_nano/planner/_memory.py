@@ -12,8 +12,8 @@ import attrs
 from ep_mesh import MeshConfig
 from nemotron_nano.planner._collectives import rows_received, rows_sent
 from nemotron_nano.planner._footprint import Footprint
+from nemotron_nano.planner._inputs import Workload
 from nemotron_nano.planner._units import Unit
-from nemotron_nano.planner._workload import Workload
 
 Kind = Literal["parameters", "gradients", "optimizer", "gather_buffers", "all_to_all_buffers", "activations"]
 KINDS: tuple[Kind, ...] = (

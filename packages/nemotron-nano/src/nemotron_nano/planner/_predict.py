@@ -8,12 +8,10 @@ from ep_mesh import MeshConfig
 from moe_core.config import Config
 from nemotron_nano.costs import ParameterCount, count_parameters, flops_per_token, layer_forward_flops
 from nemotron_nano.planner._collectives import Collective, collectives_of_a_step, exchanges
-from nemotron_nano.planner._errors import PlanError
 from nemotron_nano.planner._footprint import Footprint, footprint_of_layer, footprint_of_loss, model_on_meta
-from nemotron_nano.planner._hardware import GIB, Hardware
+from nemotron_nano.planner._inputs import GIB, Hardware, PlanError, Workload, read_workload
 from nemotron_nano.planner._memory import Memory, memory_of_a_step
 from nemotron_nano.planner._units import find_units
-from nemotron_nano.planner._workload import Workload, read_workload
 
 
 @attrs.frozen(kw_only=True)

@@ -16,7 +16,7 @@ from ep_mesh import MeshConfig
 from fsdp_ep import find_embedding
 from fsdp_ep import find_units as find_fsdp_units
 from nemotron_nano.model import NemotronNano
-from nemotron_nano.planner._workload import Workload
+from nemotron_nano.planner._inputs import Workload
 
 
 @attrs.frozen(kw_only=True)

@@ -90,7 +90,7 @@ def _number(value: float | None) -> str:
 
 def plot_loss(runs: Sequence[RunRecord], path: Path) -> Path:
     """Training loss of all runs over steps, with their validations; and below, how far each is from the first."""
-    plt = _pyplot()
+    plt = load_pyplot()
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained")
     first = {step["step"]: step["loss"] for step in runs[0].steps}
     styles = ["-", "--", ":", "-."]
@@ -116,12 +116,12 @@ def plot_loss(runs: Sequence[RunRecord], path: Path) -> Path:
     if len(runs) == 1:
         bottom.remove()
         top.set_xlabel("step")
-    return _write(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_expert_load(run: RunRecord, path: Path) -> Path:
     """Share of the tokens that each expert got, over steps: one panel a layer, 1 is an even share."""
-    plt = _pyplot()
+    plt = load_pyplot()
     layers = list(run.steps[0]["expert_load"])
     figure, axes = plt.subplots(len(layers), 1, figsize=(8, 1 + 2.6 * len(layers)), squeeze=False, layout="constrained")
     for layer, axis in zip(layers, axes[:, 0], strict=True):
@@ -134,7 +134,7 @@ def plot_expert_load(run: RunRecord, path: Path) -> Path:
         axis.set_ylabel("expert")
         figure.colorbar(image, ax=axis, label="load / even load", extend="max")
     axes[-1, 0].set_xlabel("step")
-    return _write(figure, path)
+    return save_figure(figure, path)
 
 
 def _even_shares(counts: Sequence[int]) -> list[float]:
@@ -142,7 +142,12 @@ def _even_shares(counts: Sequence[int]) -> list[float]:
     return [count / even if even else 0.0 for count in counts]
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
+    """matplotlib.pyplot, drawing into files.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -153,7 +158,8 @@ def _pyplot() -> Any:
     return plt
 
 
-def _write(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write it in the format of the path's suffix."""
     import matplotlib.pyplot as plt
 
     figure.savefig(path, dpi=120)
