@@ -8,10 +8,9 @@ from typing import Any
 
 import attrs
 
-from moe_core.config._config import Config, ConfigError, RunConfig
 from moe_core.config._layers import Sources, read_layers, source_of
 from moe_core.config._structure import structure, structure_selected
-from moe_core.plugins import Problem, Registry, Selected, load_registry
+from moe_core.plugins import Config, ConfigError, Problem, Registry, RunConfig, Selected, load_registry
 from moe_core.plugins.kinds import ARRAYS, KINDS, TABLES
 
 PathLike = str | os.PathLike[str]

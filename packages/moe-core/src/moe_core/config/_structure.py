@@ -16,9 +16,8 @@ from cattrs import (
 from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn, override
 
-from moe_core.config._dump import NONE
-from moe_core.plugins import Problem, Registry, Selected, UnknownComponentError
-from moe_core.plugins._component import component_kind
+from moe_core.plugins import Problem, Registry, Selected, UnknownComponentError, component_kind
+from moe_core.plugins._config import NONE
 
 
 class _Broken(ValueError):

@@ -1,89 +1,52 @@
-"""Discovery: which distributions are installed, which of their plugins load, and what they offer."""
+"""The two hooks that a plugin may implement, and discovery: which installed plugins load, and what they offer."""
 
 import difflib
-import hashlib
 import logging
 import os
 import re
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 
-import attrs
 import pluggy
 
-from moe_core.plugins import _specs
-from moe_core.plugins._component import Component
+from moe_core.plugins._components import Component, Entry, PluginFailure, Registry
+from moe_core.plugins._config import Config, Problem
 from moe_core.plugins.kinds import KINDS
 
 _log = logging.getLogger(__name__)
 
+PROJECT = "moe_core"
+"""pluggy's name for the project, and the group of its entry points."""
+
+SPEC_VERSION = 1
+"""Version of the hook specifications, apart from the version of the distribution."""
+
 DISABLE_VARIABLE = "MOE_PLUGINS_DISABLE"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+class Hooks:
+    """The hook specifications; a plugin implements them as functions of its module."""
+
+    @hookspec
+    def moe_components(self) -> list[Component]:
+        """The components that this plugin offers. Called once, at discovery; must not import torch."""
+        raise NotImplementedError
+
+    @hookspec
+    def moe_validate(self, config: Config, world_size: int) -> list[Problem]:
+        """Problems that need more than one table to see, before any process group exists.
+
+        Called only when the config names a component of this plugin. `config` is complete and typed;
+        `world_size` is the number of ranks that the run will have.
+        """
+        raise NotImplementedError
 
 
 class DuplicateComponentError(ValueError):
     """Two distributions offer the same kind and name."""
-
-
-class UnknownComponentError(ValueError):
-    """No loaded plugin offers this kind and name."""
-
-
-@attrs.frozen
-class Entry:
-    """A component and the distribution that brought it."""
-
-    component: Component
-    distribution: str
-    version: str
-    plugin: str
-
-
-@attrs.frozen
-class PluginFailure:
-    """A plugin that could not be used, and why."""
-
-    distribution: str
-    entry_point: str
-    error: str
-
-    def __str__(self) -> str:
-        return f"plugin {self.entry_point!r} of {self.distribution} failed to load: {self.error}"
-
-
-@attrs.frozen
-class Registry:
-    """All components that the loaded plugins offer, in a deterministic order."""
-
-    entries: tuple[Entry, ...]
-    failures: tuple[PluginFailure, ...]
-    manager: pluggy.PluginManager = attrs.field(repr=False, eq=False)
-
-    def names(self, kind: str) -> list[str]:
-        return [entry.component.name for entry in self.entries if entry.component.kind == kind]
-
-    def find(self, kind: str, name: str) -> Entry:
-        """The entry for (kind, name); `UnknownComponentError` names the nearest, and plugins that failed."""
-        for entry in self.entries:
-            if (entry.component.kind, entry.component.name) == (kind, name):
-                return entry
-        names = self.names(kind)
-        near = difflib.get_close_matches(name, names, n=1)
-        message = f"no {kind} component is called {name!r}; "
-        message += f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
-        for failure in self.failures:
-            message += f"; {failure}"
-        raise UnknownComponentError(message)
-
-    def validators(self, plugins: Iterable[str]) -> pluggy.HookCaller:
-        """The hook `moe_validate`, of these plugins only."""
-        wanted = set(plugins)
-        others = [plugin for name, plugin in self.manager.list_name_plugin() if name not in wanted]
-        return self.manager.subset_hook_caller("moe_validate", others)
-
-    def fingerprint(self) -> str:
-        """A digest of what is loaded; equal on all ranks that can train together."""
-        lines = [f"{e.component.kind} {e.component.name} {e.distribution} {e.version}" for e in self.entries]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def load_registry(points: Iterable[EntryPoint] | None = None) -> Registry:
@@ -96,9 +59,9 @@ def load_registry(points: Iterable[EntryPoint] | None = None) -> Registry:
         DuplicateComponentError: two distributions offer the same (kind, name).
     """
     if points is None:
-        points = entry_points(group=_specs.PROJECT)
-    manager = pluggy.PluginManager(_specs.PROJECT)
-    manager.add_hookspecs(_specs)
+        points = entry_points(group=PROJECT)
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Hooks)
     entries: list[Entry] = []
     failures: list[PluginFailure] = []
     for point in _once_each(points):
@@ -165,7 +128,7 @@ def _register(manager: pluggy.PluginManager, plugin: str, point: EntryPoint) -> 
 def _refuse_unknown_hooks(manager: pluggy.PluginManager, module: object) -> None:
     for caller in manager.get_hookcallers(module) or []:
         if not caller.has_spec():
-            known = [name for name in vars(_specs) if name.startswith("moe_")]
+            known = [name for name in vars(Hooks) if name.startswith("moe_")]
             raise ValueError(f"implements the unknown hook {caller.name!r}; hooks: {', '.join(known)}")
 
 

@@ -1,19 +1,21 @@
-"""The kinds of components: what the factory of each one returns, with shapes.
+"""The kinds of components: what the factory of each one is given, and what it returns, with shapes.
 
-Every factory is called as `factory(config, run)`; see `moe_core.plugins.Run` for what it may read.
+Every factory is called as `factory(config, run)`; see `Run`, at the end, for what it may read.
 Letters: B sequences on this rank, S tokens in a sequence, T = B*S, D model dim, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from moe_core.plugins._config import Config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
     from torch import Tensor
-
-    from moe_core.plugins._run import Run
+    from torch.distributed.device_mesh import DeviceMesh
 
 KINDS = (
     "mesh", "model", "transform", "dispatcher", "grouped_gemm", "loss", "optimizer", "scheduler", "clipper",
@@ -182,3 +184,92 @@ class Tracker(Protocol):
 
 Trainer = Callable[["Run"], int]
 """trainer: drives a built run to its end; returns the exit status."""
+
+
+ORDER = (
+    "config", "mesh", "model", "loss", "optimizer", "scheduler", "clipper", "data", "checkpointer", "trackers",
+)  # fmt: skip
+"""The order in which a run is built. Transforms replace `model`, before the loss is built."""
+
+
+class RunOrderError(RuntimeError):
+    """A factory read a part of the run that is built after it."""
+
+
+class Run:
+    """What is built of a run so far; frozen: `with_part` returns a longer one.
+
+    A factory may read only what stands before it in `ORDER`; anything later raises `RunOrderError`.
+    """
+
+    config: Config
+    mesh: "DeviceMesh"
+    model: "torch.nn.Module"
+    loss: "Loss"
+    optimizer: "torch.optim.Optimizer"
+    scheduler: "torch.optim.lr_scheduler.LRScheduler"
+    clipper: "Clipper"
+    data: "Data"
+    checkpointer: "Checkpointer"
+    trackers: "tuple[Tracker, ...]"
+
+    world_size: int
+    rank: int
+    device_type: str
+    """"cpu", "cuda", ...: the type of the mesh and of every tensor."""
+    resume: bool
+    """Whether the trainer goes on from the latest checkpoint."""
+    _sub_mesh: Any
+    _parts: Mapping[str, Any]
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        world_size: int = 1,
+        rank: int = 0,
+        device_type: str = "cpu",
+        resume: bool = False,
+        sub_mesh: Any = None,
+        **parts: Any,
+    ) -> None:
+        unknown = set(parts) - set(ORDER)
+        if unknown:
+            raise ValueError(f"a run has no part called {', '.join(sorted(unknown))}; parts: {', '.join(ORDER)}")
+        fields = {
+            "world_size": world_size,
+            "rank": rank,
+            "device_type": device_type,
+            "resume": resume,
+            "_sub_mesh": sub_mesh,
+            "_parts": MappingProxyType({"config": config, **parts}),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Run is frozen; use run.with_part({name!r}, ...)")
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ORDER:
+            raise AttributeError(f"Run has no attribute {name!r}")
+        try:
+            return self._parts[name]
+        except KeyError:
+            order = " -> ".join(ORDER)
+            raise RunOrderError(f"run.{name} is not built yet; a run is built in the order {order}") from None
+
+    def with_part(self, name: str, value: Any) -> "Run":
+        """This run with one more part, or with another `model`."""
+        return Run(
+            world_size=self.world_size,
+            rank=self.rank,
+            device_type=self.device_type,
+            resume=self.resume,
+            sub_mesh=self._sub_mesh,
+            **{**self._parts, name: value},
+        )
+
+    def sub_mesh(self, name: "str | tuple[str, str]") -> "DeviceMesh":
+        """The part of `mesh` called `name`: an axis, an alias (`dp_shard`, `dp`), or (outer, inner) of them."""
+        return self._sub_mesh(self.mesh, name)

@@ -5,9 +5,35 @@ from types import MappingProxyType
 from typing import Any
 
 import attrs
+import tomli_w
 from attrs import validators
 
-from moe_core.plugins import Problem, Registry, Selected
+from moe_core.plugins._components import Registry, Selected
+
+NONE = "none"
+"""How a config spells "switched off": TOML has no null."""
+
+
+@attrs.frozen
+class Problem:
+    """What is wrong where: file, key path, value, the rule that it breaks, and a way out."""
+
+    key: str
+    """Dotted path, e.g. `mesh.ep`; the tables of an array are named by their type: `transform.fsdp.x`."""
+    rule: str
+    """What holds for this key, as a sentence without its subject: "must be at least 1"."""
+    value: object = attrs.field(factory=lambda: attrs.NOTHING)
+    """What stands there; `attrs.NOTHING` where there is nothing to show."""
+    hint: str = ""
+    """The nearest valid name, or the fix."""
+    source: str = ""
+    """The file, or the command-line word, that set the value. Filled by the loader where left empty."""
+
+    def __str__(self) -> str:
+        where = f"{self.source}: " if self.source else ""
+        value = "" if self.value is attrs.NOTHING else f" = {self.value!r}"
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{where}{self.key}{value}: {self.rule}{hint}"
 
 
 class ConfigError(ValueError):
@@ -77,9 +103,7 @@ class Config(Mapping[str, Any]):
 
     def to_toml(self) -> str:
         """The config with every value written out; loading this text gives an equal config."""
-        from moe_core.config._dump import to_toml
-
-        return to_toml(self)
+        return tomli_w.dumps({"run": _plain(self.run), **{kind: _plain(value) for kind, value in self.tables.items()}})
 
 
 def _nested(selected: Selected) -> Iterator[Selected]:
@@ -88,3 +112,17 @@ def _nested(selected: Selected) -> Iterator[Selected]:
         value = getattr(selected.config, field.name)
         if isinstance(value, Selected):
             yield from _nested(value)
+
+
+def _plain(value: Any) -> Any:
+    if value is None:
+        return NONE
+    if isinstance(value, Selected):
+        return {"type": value.name, **_plain(value.config)}
+    if attrs.has(type(value)):
+        return {field.name: _plain(getattr(value, field.name)) for field in attrs.fields(type(value)) if field.init}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
