@@ -149,7 +149,7 @@ def test_the_dump_loads_to_an_equal_config(registry, write):
         ("mesch.count=1", "did you mean 'mesh'?"),
         ("dispatcher.type=x", "it is a sub-table of the component that uses it"),
         ("transform.a.count=2", "no single table of this array has the type 'a'"),
-        ("run.steps=-1", "must be >= 0"),
+        ("run.steps=0", "must be >= 1"),
         ("nonsense", 'is not "key.path=value"'),
         ("loss.type=needy", "loss.must: is required"),
     ],
@@ -166,8 +166,13 @@ def test_all_problems_come_at_once_each_with_its_file(registry, write):
     )
     problems = _problems(registry, [path, "missing.toml"], ["run.steps=1.5"])
     assert len(problems) == 6
-    for place in ("mesh.count = 0", "mesh.cuont", "loss.type = 'fulll'", "transform.a.rate = 'x'"):
-        assert any(problem.startswith(f"{path}: {place}") for problem in problems), place
+    for line, place in (
+        (3, "mesh.count = 0"),
+        (4, "mesh.cuont"),
+        (6, "loss.type = 'fulll'"),
+        (9, "transform.a.rate = 'x'"),
+    ):
+        assert any(problem.startswith(f"{path}:{line}:1: {place}") for problem in problems), place
     assert any("missing.toml" in problem and "No such file" in problem for problem in problems)
     assert any("run.steps=1.5" in problem for problem in problems)
 
@@ -182,8 +187,62 @@ def test_a_word_addresses_the_tables_that_stand_for_an_absent_array(registry):
 def test_a_file_that_is_not_toml_is_named(registry, write):
     path = write("[mesh\n")
     (problem,) = _problems(registry, path)
-    assert str(path) in problem
-    assert "is not TOML" in problem
+    assert problem.startswith(f"{path}:1:6: is not TOML: ")
+
+
+TEXT = '[mesh]\ntype = "full"\nword = """one\ntwo"""\ncount = 5\n'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [TEXT.encode(), TEXT.encode("utf-8-sig"), TEXT.replace("\n", "\r\n").encode("utf-8-sig"), TEXT[:-1].encode()],
+    ids=["plain", "byte order mark", "CRLF", "no line end"],
+)
+def test_a_byte_order_mark_and_line_ends_change_nothing(registry, tmp_path, data):
+    path = tmp_path / "run.toml"
+    path.write_bytes(data)
+    mesh = load_config(path, registry=registry)["mesh"].config
+    assert (mesh.word, mesh.count) == ("one\ntwo", 5)
+    path.write_bytes(data.replace(b"5", b"0"))
+    (problem,) = _problems(registry, path)
+    assert problem.startswith(f"{path}:5:1: mesh.count = 0")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+def test_another_encoding_is_refused_by_its_name(registry, tmp_path, encoding):
+    path = tmp_path / "run.toml"
+    path.write_bytes(TEXT.encode(encoding))
+    word = encoding[:6].upper()
+    assert _problems(registry, path) == [f"{path}: is in {word}, and TOML is UTF-8 (save the file as UTF-8)"]
+
+
+def test_what_is_no_text_is_said_with_its_place(registry, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes("[run]\nname = 'é'\n".encode("latin-1"))
+    assert _problems(registry, path) == [f"{path}:2:9: is not UTF-8: byte 0xe9 (save the file as UTF-8)"]
+    path.write_bytes(b"[run]\nname = 'a\0'\n")
+    (problem,) = _problems(registry, path)
+    assert problem.startswith(f"{path}:2:10: is not TOML: ")
+    (problem,) = _problems(registry, tmp_path)
+    assert "Is a directory" in problem
+    path.write_bytes(b"")
+    load_config(path, registry=registry)
+
+
+def test_a_problem_points_at_the_file_that_set_the_value_last(registry, write):
+    first = write('[mesh]\ntype = "full"\ncount = 0\nrate = "x"\n')
+    second = write("\n\n  [mesh]\n  count = -1\n[los]\n", "second.toml")
+    problems = _problems(registry, [first, second], ["mesh.flag=3"])
+    for start in (f"{first}:4:1: mesh.rate", f"{second}:4:3: mesh.count = -1", f"{second}:5:1: los:",
+                  "command line 'mesh.flag=3': mesh.flag"):  # fmt: skip
+        assert any(problem.startswith(start) for problem in problems), (start, problems)
+
+
+def test_a_missing_key_points_at_its_table_and_a_key_of_an_inline_table_at_itself(registry, write):
+    path = write('mesh = { type = "full", wrapped = { type = "full", cuont = 1 } }\n\n  [loss]\ntype = "needy"\n')
+    problems = _problems(registry, path)
+    assert any(problem.startswith(f"{path}:1:52: mesh.wrapped.cuont") for problem in problems), problems
+    assert any(problem.startswith(f"{path}:3:3: loss.must: is required") for problem in problems), problems
 
 
 def test_rules_between_tables_are_asked_before_anything_starts(registry, write):
@@ -193,7 +252,7 @@ def test_rules_between_tables_are_asked_before_anything_starts(registry, write):
     with pytest.raises(ConfigError, match="must divide the ranks") as caught:
         validate(config, 4)
     (problem,) = caught.value.problems
-    assert (problem.source, problem.value, problem.hint) == (str(path), 3, "take 1")
+    assert (problem.source, problem.value, problem.hint) == (f"{path}:3:1", 3, "take 1")
 
 
 def test_a_name_that_no_plugin_offers_lists_those_there_are(registry):

@@ -67,11 +67,11 @@ def test_all_mistakes_in_a_config_come_at_once_and_nothing_is_started(config):
     answer = _in_process(words, "code, 'torch' in sys.modules")
     assert answer.stdout.strip() == "(2, False)"
     for expected in (
-        f"{config}: mesh.ep = '2': must be an integer, not a string",
-        f"{config}: model.prest: is not a key of this table (did you mean 'preset'?)",
-        f"{config}: los: is not a table of a config (did you mean 'loss'?)",
+        f"{config}:2:1: mesh.ep = '2': must be an integer, not a string",
+        f"{config}:4:1: model.prest: is not a key of this table (did you mean 'preset'?)",
+        f"{config}:5:1: los: is not a table of a config (did you mean 'loss'?)",
         "no clipper component is called 'multi_mash'; did you mean 'multi_mesh'?",
-        f"{config}: data.sequence_length = 0: must be >= 1",
+        f"{config}:9:1: data.sequence_length = 0: must be >= 1",
         "command line 'run.steps=1.5': run.steps = 1.5: must be an integer, not a number",
     ):
         assert expected in answer.stderr, answer.stderr

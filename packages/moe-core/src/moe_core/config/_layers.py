@@ -1,15 +1,26 @@
-"""Files and `key.path=value` words, laid over each other; remembers which of them set each value."""
+"""Files and `key.path=value` words, laid over each other; remembers which of them set each value, and where."""
 
+import codecs
+import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from moe_core.config._positions import KeyPath, key_positions
 from moe_core.plugins import Problem
 from moe_core.plugins.kinds import ARRAYS
 
-Sources = dict[tuple[str, ...], str]
-"""Key path -> the file or word that set it last. Items of an array go by their position."""
+Sources = dict[KeyPath, str]
+"""Key path -> file:line:column, or the word, that set it last. Items of an array go by their number."""
+
+Setter = Callable[[KeyPath], str]
+"""What stands in `Sources` for a key path that a file, or a word, sets."""
+
+_MARKS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # first, since UTF-16's mark begins one of them
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 
 
 def read_layers(paths: Iterable[Path], words: Iterable[str]) -> tuple[dict[str, Any], Sources, list[Problem]]:
@@ -18,14 +29,11 @@ def read_layers(paths: Iterable[Path], words: Iterable[str]) -> tuple[dict[str, 
     sources: Sources = {}
     problems: list[Problem] = []
     for path in paths:
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            problems.append(Problem(str(path), f"can't be read: {error.strerror}", hint="give the path of a TOML file"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            problems.append(Problem(str(path), f"is not TOML: {error}"))
+        read = _read(path)
+        if isinstance(read, Problem):
+            problems.append(read)
         else:
-            _merge(merged, table, (), str(path), sources)
+            _merge(merged, read[0], (), read[1], sources)
     for word in words:
         problem = _apply(merged, word, sources)
         if problem is not None:
@@ -33,7 +41,41 @@ def read_layers(paths: Iterable[Path], words: Iterable[str]) -> tuple[dict[str, 
     return merged, sources, problems
 
 
-def source_of(path: tuple[str, ...], sources: Sources) -> str:
+def _read(path: Path) -> tuple[dict[str, Any], Setter] | Problem:
+    """What a file says, and where each key stands in it. A mark of UTF-8 at its beginning is passed over."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return Problem(str(path), f"can't be read: {error.strerror}", hint="give the path of a TOML file")
+    if encoding := _other_encoding(data):
+        return Problem(str(path), f"is in {encoding}, and TOML is UTF-8", hint="save the file as UTF-8")
+    try:
+        text = data.decode("utf-8-sig")
+        table = tomllib.loads(text)
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode(errors="replace")
+        place = f"{path}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+        return Problem(place, f"is not UTF-8: byte 0x{data[error.start]:02x}", hint="save the file as UTF-8")
+    except tomllib.TOMLDecodeError as error:
+        told = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", str(error))
+        if told is None:
+            return Problem(str(path), f"is not TOML: {error}")
+        return Problem(f"{path}:{told[2]}:{told[3]}", f"is not TOML: {told[1]}")
+    positions = key_positions(text)
+    return table, lambda key: ":".join(map(str, (path, *positions[key])))
+
+
+def _other_encoding(data: bytes) -> str | None:
+    """UTF-32 or UTF-16, by the mark or by where the zeros of plain letters stand."""
+    for encoding, marks in _MARKS.items():
+        if data.startswith(marks):
+            return encoding
+    zeros = [sum(byte == 0 for byte in data[phase:4096:4]) for phase in range(4)]
+    often = [count > len(data[:4096]) // 8 for count in zeros]
+    return {3: "UTF-32", 2: "UTF-16"}.get(sum(often)) if data else None
+
+
+def source_of(path: KeyPath, sources: Sources) -> str:
     """Who set the value at `path`, or the nearest table around it; "" for a default."""
     for length in range(len(path), 0, -1):
         if path[:length] in sources:
@@ -41,29 +83,29 @@ def source_of(path: tuple[str, ...], sources: Sources) -> str:
     return ""
 
 
-def _merge(into: dict[str, Any], table: dict[str, Any], path: tuple[str, ...], source: str, sources: Sources) -> None:
+def _merge(into: dict[str, Any], table: dict[str, Any], path: KeyPath, setter: Setter, sources: Sources) -> None:
     """Tables merge; anything else, arrays of tables included, replaces whole."""
     for key, value in table.items():
         here = (*path, key)
         if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value, here, source, sources)
+            _merge(into[key], value, here, setter, sources)
         else:
             _forget(here, sources)
             into[key] = value
-            _record(value, here, source, sources)
+            _record(value, here, setter, sources)
 
 
-def _record(value: Any, path: tuple[str, ...], source: str, sources: Sources) -> None:
-    sources[path] = source
+def _record(value: Any, path: KeyPath, setter: Setter, sources: Sources) -> None:
+    sources[path] = setter(path)
     if isinstance(value, dict):
         for key, item in value.items():
-            _record(item, (*path, key), source, sources)
+            _record(item, (*path, key), setter, sources)
     elif isinstance(value, list):
         for position, item in enumerate(value):
-            _record(item, (*path, str(position)), source, sources)
+            _record(item, (*path, str(position)), setter, sources)
 
 
-def _forget(path: tuple[str, ...], sources: Sources) -> None:
+def _forget(path: KeyPath, sources: Sources) -> None:
     for key in [key for key in sources if key[: len(path)] == path]:
         del sources[key]
 
@@ -79,7 +121,7 @@ def _apply(merged: dict[str, Any], word: str, sources: Sources) -> Problem | Non
         # a word may address the tables that stand for an array where the files have none
         merged[keys[0]] = [{"type": name} for name in ARRAYS[keys[0]]]
     table: Any = merged
-    path: tuple[str, ...] = ()
+    path: KeyPath = ()
     for key in keys[:-1]:
         if isinstance(table, list):
             position = _position(table, key)
@@ -94,7 +136,7 @@ def _apply(merged: dict[str, Any], word: str, sources: Sources) -> Problem | Non
     if isinstance(table, list):
         return Problem(dotted, "names a table of an array, not a key in it", source=label)
     value = _parse(text)
-    _merge(table, {keys[-1]: value}, path, label, sources)
+    _merge(table, {keys[-1]: value}, path, lambda _: label, sources)
     return None
 
 

@@ -27,7 +27,7 @@ class Problem:
     hint: str = ""
     """The nearest valid name, or the fix."""
     source: str = ""
-    """The file, or the command-line word, that set the value. Filled by the loader where left empty."""
+    """`file:line:column` of the key, or the command-line word, that set the value. Filled by the loader where empty."""
 
     def __str__(self) -> str:
         where = f"{self.source}: " if self.source else ""
@@ -56,7 +56,7 @@ class RunConfig:
 
     name: str = attrs.field(default="run", validator=validators.matches_re(r"\w[\w.-]*"))
     """Names the run, and by default its folder."""
-    steps: int = attrs.field(default=100, validator=validators.ge(0))
+    steps: int = attrs.field(default=100, validator=validators.ge(1))
     """Optimizer steps in all, those before a resume included."""
     seed: int = attrs.field(default=0, validator=[validators.ge(0), validators.lt(2**32)])
     """Seed of the weights and of the order of the data."""
