@@ -306,7 +306,7 @@ def test_meanwhile_runs_between_dispatch_and_the_experts():
 
     class Recorder:
         def dispatch(self, hidden, expert_ids, num_experts):
-            from moe_core._local_dispatch import LocalDispatch
+            from moe_core._experts import LocalDispatch
 
             events.append("dispatch")
             dispatched = LocalDispatch().dispatch(hidden, expert_ids, num_experts)
@@ -319,7 +319,7 @@ def test_meanwhile_runs_between_dispatch_and_the_experts():
             return Pending()
 
         def combine(self, rows, expert_weights, handle):
-            from moe_core._local_dispatch import LocalDispatch
+            from moe_core._experts import LocalDispatch
 
             events.append("combine")
             return LocalDispatch().combine(rows, expert_weights, handle)

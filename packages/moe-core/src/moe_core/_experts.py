@@ -1,19 +1,48 @@
-"""The experts of a layer: feed-forward networks stacked in two parameters."""
+"""The experts of a layer: feed-forward networks stacked in two parameters, and the way to them on one rank."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate
 
-from moe_core import _activation, _grouped_gemm
-from moe_core._autocast import autocast_dtype, without_autocast
-from moe_core._local_dispatch import LocalDispatch
-from moe_core._local_tensor import local_tensor, owned_rows
+from moe_core import _grouped_gemm
+from moe_core._numerics import autocast_dtype, elementwise, local_tensor, wide_dtype, without_autocast
 
 if TYPE_CHECKING:
     from moe_core.plugins.kinds import Dispatcher
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def relu2(rows: Tensor) -> Tensor:
+    """max(x, 0)^2 (Primer)."""
+    return F.relu(rows).square()
+
+
+_ACTIVATIONS: dict[str, Activation] = {
+    # these two are made of operations that round correctly, so the same in vectors and alone
+    "relu2": relu2,
+    "relu": F.relu,
+    "silu": partial(elementwise, F.silu),
+    "gelu": partial(elementwise, F.gelu),
+    "gelu_tanh": partial(elementwise, partial(F.gelu, approximate="tanh")),
+    "sigmoid": partial(elementwise, torch.sigmoid),
+    "tanh": partial(elementwise, torch.tanh),
+}
+
+
+def activation_function(activation: str | Activation) -> Activation:
+    """The function that works on [R, F], by its name or as it is (elementwise)."""
+    if not isinstance(activation, str):
+        return partial(elementwise, activation)
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation = {activation!r}: must be a callable or one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[activation]
 
 
 class GroupedExperts(nn.Module):
@@ -34,7 +63,7 @@ class GroupedExperts(nn.Module):
         dim: int,
         hidden_dim: int,
         *,
-        activation: str | _activation.Activation = "relu2",
+        activation: str | Activation = "relu2",
         gated: bool = False,
         grouped_gemm: str | Callable[..., Tensor] = "auto",
         dispatcher: "Dispatcher | None" = None,
@@ -53,7 +82,7 @@ class GroupedExperts(nn.Module):
             if value < 1:
                 raise ValueError(f"{key} = {value}: must be at least 1")
         self.num_experts, self.dim, self.hidden_dim, self.gated = num_experts, dim, hidden_dim, gated
-        self.activation = _activation.resolve(activation)
+        self.activation = activation_function(activation)
         self.grouped_gemm = _grouped_gemm.resolve(grouped_gemm)
         self.dispatcher = dispatcher
         rows = 2 * hidden_dim if gated else hidden_dim
@@ -153,9 +182,128 @@ def _draw(weight: Tensor, deviation: float, generator: torch.Generator | None) -
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     if local.is_meta:
         return
-    place = {expert: index for index, expert in enumerate(owned_rows(weight))}
+    place = {expert: index for index, expert in enumerate(_owned_rows(weight))}
     for expert in range(weight.shape[0]):
         drawn = torch.empty(weight.shape[1:], dtype=torch.float32, device=local.device)
         drawn.normal_(0.0, deviation, generator=generator)
         if expert in place:
             local[place[expert]].copy_(drawn)
+
+
+def _owned_rows(weight: Tensor) -> list[int]:
+    """The rows of the whole weight that this rank holds, in the order in which they lie in its shard.
+
+    Collective for a DTensor: each rank marks its rows, and looks for its marks in the whole. How nested shardings
+    cut a dim (FSDP's of a stack that is sharded over experts already, evenly or not) is thus left to torch.
+
+    Raises:
+        ValueError: the weight is cut along another dim than its first, or holds parts of a sum.
+    """
+    if not isinstance(weight, DTensor):
+        return list(range(weight.shape[0]))
+    for placement in weight.placements:
+        if getattr(placement, "dim", None) != 0 and not isinstance(placement, Replicate):
+            raise ValueError(
+                f"a weight placed as {weight.placements} cannot be drawn row by row: only its first dim may be sharded"
+            )
+    local, mesh = weight.to_local(), weight.device_mesh
+    first_mark = torch.distributed.get_rank() * weight.shape[0]
+    marks = torch.arange(first_mark, first_mark + local.shape[0], device=local.device)
+    shape = weight.shape[:1]
+    whole = DTensor.from_local(marks, mesh, weight.placements, run_check=False, shape=shape, stride=(1,)).full_tensor()
+    rows = {mark: row for row, mark in enumerate(whole.tolist())}
+    return [rows[mark] for mark in marks.tolist()]
+
+
+class LocalHandle(NamedTuple):
+    """How rows and tokens correspond."""
+
+    token: Tensor
+    """[T*K] int64: the token of each row."""
+    place: Tensor
+    """[T*K] int64: where each row's token and choice stand in the flattened [T, K]."""
+    row: Tensor
+    """[T, K] int64: the row of each token's choices."""
+
+
+class LocalDispatched(NamedTuple):
+    """Complete at once. Rows of masked choices lie past the last expert's."""
+
+    rows: Tensor
+    tokens_per_expert: Tensor
+    handle: LocalHandle
+
+    def wait(self) -> "LocalDispatched":
+        return self
+
+
+class LocalDispatch:
+    """Tokens to experts that are all on this rank, and back: what `GroupedExperts` does without a dispatcher.
+
+    Rows lie sorted by (expert, token, place in K), stably, and every sum over a token's K copies is taken in
+    fp32 in the order of K; so the result never depends on how a kernel orders its additions.
+    """
+
+    def dispatch(self, hidden: Tensor, expert_ids: Tensor, num_experts: int) -> LocalDispatched:
+        """[T, D], [T, K] int64 in 0..E (E sends nothing) -> rows [T*K, D]; no host sync.
+
+        Raises:
+            RuntimeError: an id is not in 0..E; without a host sync, so on an accelerator when it gets there.
+        """
+        ids = expert_ids.flatten()
+        sorted_ids, place = torch.sort(ids, stable=True)
+        row = torch.empty_like(place).index_copy_(0, place, torch.arange(len(place), device=place.device))
+        handle = LocalHandle(place // max(expert_ids.shape[1], 1), place, row.view_as(expert_ids))
+        bounds = torch.searchsorted(sorted_ids, torch.arange(num_experts + 2, device=ids.device))
+        valid = (bounds[0] == 0) & (bounds[-1] == len(ids))
+        torch._assert_async(valid, f"expert_ids must be in 0..num_experts = {num_experts}")
+        return LocalDispatched(_Gather.apply(hidden, handle), bounds[:-1].diff(), handle)
+
+    def combine(self, rows: Tensor, expert_weights: Tensor, handle: LocalHandle) -> Tensor:
+        """[T*K, D], [T, K] -> [T, D] in the rows' dtype."""
+        return _WeightedSum.apply(rows, expert_weights, handle)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, handle: LocalHandle) -> Tensor:
+        ctx.row = handle.row
+        return hidden.index_select(0, handle.token)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum_over_choices(grad, ctx.row).to(grad.dtype), None
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, expert_weights: Tensor, handle: LocalHandle) -> Tensor:
+        ctx.save_for_backward(rows, expert_weights)
+        ctx.handle = handle
+        return _sum_over_choices(rows, handle.row, expert_weights).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, expert_weights = ctx.saved_tensors
+        handle: LocalHandle = ctx.handle
+        wide = wide_dtype(rows)
+        per_row = grad.index_select(0, handle.token).to(wide)
+        weight = expert_weights.flatten().index_select(0, handle.place).to(wide)
+        grad_rows = (per_row * weight.unsqueeze(1)).to(rows.dtype)
+        grad_weight = (per_row * rows).sum(-1).index_select(0, handle.row.flatten())
+        return grad_rows, grad_weight.view_as(expert_weights).to(expert_weights.dtype), None
+
+
+def _sum_over_choices(rows: Tensor, row: Tensor, weight: Tensor | None = None) -> Tensor:
+    """rows [R, D], row [T, K] -> [T, D]: the sum over k, in order, of (weight[t, k] *) rows[row[t, k]].
+
+    In fp32, or the rows' dtype if that is wider.
+    """
+    total = rows.new_zeros(row.shape[0], rows.shape[1], dtype=wide_dtype(rows))
+    for k in range(row.shape[1]):
+        term = rows.index_select(0, row[:, k]).to(total.dtype)
+        # multiplied and added apart: a fused multiply-add may be used for some elements only
+        total += term if weight is None else term * weight[:, k : k + 1].to(total.dtype)
+    return total

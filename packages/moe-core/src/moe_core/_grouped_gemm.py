@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_core import _kept_memory
-from moe_core._row_invariance import BLAS_BYTES, aligned
+from moe_core._numerics import BLAS_BYTES, aligned
 
 _STRIDE_BYTES = 16
 """What `F.grouped_mm` asks of the strides of its operands."""

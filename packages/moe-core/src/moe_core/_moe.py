@@ -7,11 +7,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from moe_core import _activation
-from moe_core._experts import GroupedExperts
+from moe_core._experts import Activation, GroupedExperts, activation_function
 from moe_core._moe_config import MoEConfig
+from moe_core._numerics import Linear
 from moe_core._router import Routing, TopKRouter
-from moe_core._row_invariance import Linear
 
 
 class SharedExpert(nn.Module):
@@ -25,13 +24,13 @@ class SharedExpert(nn.Module):
         dim: int,
         hidden_dim: int,
         *,
-        activation: str | _activation.Activation = "relu2",
+        activation: str | Activation = "relu2",
         gated: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation = _activation.resolve(activation)
+        self.activation = activation_function(activation)
         if gated:
             self.gate_proj = Linear(dim, hidden_dim, device=device, dtype=dtype)
         self.up_proj = Linear(dim, hidden_dim, device=device, dtype=dtype)
@@ -65,7 +64,7 @@ class MoE(nn.Module):
         config: MoEConfig | None = None,
         *,
         dispatcher: Any = None,
-        activation: str | Callable[[Tensor], Tensor] | None = None,
+        activation: str | Activation | None = None,
         grouped_gemm: str | Callable[..., Tensor] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -28,9 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_core import _bias_watch
-from moe_core._autocast import without_autocast
-from moe_core._local_tensor import local_tensor
-from moe_core._row_invariance import elementwise, linear
+from moe_core._numerics import elementwise, linear, local_tensor, without_autocast
 
 Score = Literal["sigmoid", "softmax", "softmax_topk"]
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from moe_core import GroupedExperts
-from moe_core._row_invariance import elementwise
+from moe_core._numerics import elementwise
 
 FUNCTIONS = [F.silu, F.gelu, torch.sigmoid, torch.tanh]
 

@@ -1,4 +1,4 @@
-"""Arithmetic whose result for a row does not depend on which rows lie beside it.
+"""Arithmetic whose result does not depend on what surrounds it: the rows beside a row, autocast, shardings.
 
 Expert parallelism spreads the rows of a batch over ranks, and promises the bits of one process. On the CPU
 three things would break that: BLAS computes a product of few rows with another kernel, and so the last rows of
@@ -7,10 +7,12 @@ last, incomplete vector with the scalar function of the C library.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 _FEWEST_ROWS = 16
 _WIDTH = 16
@@ -101,3 +103,31 @@ def _has_an_address(matrix: Tensor) -> bool:
     """Whether it lies in this process's memory, and not in a device's, a compiler's or a subclass's."""
     plain = type(matrix) in (Tensor, nn.Parameter)
     return plain and matrix.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def local_tensor(weight: Tensor) -> Tensor:
+    """A plain tensor as it is; of a DTensor the local shard, with the right gradient.
+
+    Where a weight is replicated, ranks use it on different tokens: their gradients are parts of a sum.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    gradient = [Partial() if isinstance(p, Replicate) else p for p in weight.placements]
+    return weight.to_local(grad_placements=gradient)
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """fp32, or the tensor's dtype if that is wider."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast computes in on these devices; None where it is off or there is none."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """A block that autocast leaves alone."""
+    return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
