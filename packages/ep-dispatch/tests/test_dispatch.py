@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ep_dispatch import AllToAllDispatcher, LocalDispatcher, build_permute_indices, shard_experts
-from moe_core import GroupedExperts
-from moe_core._experts import LocalDispatch
+from moe_core import GroupedExperts, LocalDispatch
 from moe_core.testing import count_collectives, count_host_syncs, run_ranks
 
 D, E, K = 6, 5, 2

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from moe_core._balance import sequence_balance_loss as sequence_balance_loss
     from moe_core._balance import update_router_bias as update_router_bias
     from moe_core._experts import GroupedExperts as GroupedExperts
+    from moe_core._experts import LocalDispatch as LocalDispatch
     from moe_core._moe import MoE as MoE
     from moe_core._moe_config import MoEConfig as MoEConfig
     from moe_core._router import Routing as Routing
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "GroupedExperts": "moe_core._experts",
+    "LocalDispatch": "moe_core._experts",
     "MoE": "moe_core._moe",
     "MoEConfig": "moe_core._moe_config",
     "Routing": "moe_core._router",

@@ -1,19 +1,68 @@
-"""Keeping the experts' loads even: the router bias, and auxiliary losses."""
+"""Keeping the experts' loads even: a router's counts and bias, the rule that moves the bias, and auxiliary losses."""
 
+import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from moe_core._router import Score, TopKRouter
+from moe_core._moe_config import Score
+from moe_core._numerics import wide_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Reduction = Literal["mean", "sum"]
+
+STEPS = 16
+"""Optimizer steps after which a bias that stood still counts as forgotten."""
+
+_log = logging.getLogger(__name__)
+
+
+class BalancedRouter(nn.Module):
+    """A router as balancing knows it: something that counts the tokens of its experts, and may have a bias.
+
+    Attributes:
+        weight: a parameter, which the router is trained by.
+        bias: [E] fp32 persistent buffer; None with `selection_bias=False`.
+        tokens_per_expert: [E] int64 buffer, not stored: places given to each expert since the last
+            `update_router_bias`; grows in training mode only, and not in a recomputation.
+    """
+
+    weight: nn.Parameter
+    bias: Tensor | None
+    tokens_per_expert: Tensor
+
+    def __init__(self, num_experts: int, selection_bias: bool, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        bias = torch.empty(num_experts, dtype=torch.float32, device=device) if selection_bias else None
+        self.register_buffer("bias", bias)
+        counts = torch.empty(num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+
+    def reset_balance(self) -> None:
+        """Bias and counts 0."""
+        self.tokens_per_expert.zero_()
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def count_tokens(self, expert_ids: Tensor) -> Tensor:
+        """[T, K] int64 -> how many entries name each expert, [E] int64; E is counted nowhere. No host sync."""
+        counts = _count(expert_ids.flatten(), self.num_experts)
+        in_recomputation = torch._C._current_graph_task_id() != -1  # a backward pass runs on this thread
+        if self.training and not in_recomputation:
+            self.tokens_per_expert += counts
+            _note_counting(self)
+        return counts
 
 
 @torch.no_grad()
@@ -35,7 +84,7 @@ def update_router_bias(
     Returns:
         By the name of each router in `model`, in its order: the summed loads, [E] int64.
     """
-    routers = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
+    routers = {name: module for name, module in model.named_modules() if isinstance(module, BalancedRouter)}
     if not routers:
         return {}
     loads = torch.cat([router.tokens_per_expert for router in routers.values()])
@@ -97,31 +146,15 @@ def sequence_balance_loss(
     """
     if logits.dim() == 2:
         logits, expert_ids = logits.unsqueeze(0), expert_ids.unsqueeze(0)
-    sequences, length, num_experts = logits.shape
-    valid = torch.ones(sequences, length, dtype=torch.bool, device=logits.device)
-    if padding_mask is not None:
-        valid = ~padding_mask.view(sequences, length)
+    num_experts, top_k = logits.shape[-1], expert_ids.shape[-1]
+    valid = _valid(padding_mask, logits)
     probability = _probability(logits, score) * valid.unsqueeze(-1)
-    counts = _count_by_sequence(expert_ids, valid, num_experts)
+    counts = _count(torch.where(valid.unsqueeze(-1), expert_ids, num_experts).flatten(1), num_experts)
     tokens = valid.sum(1)
-    per_sequence = (counts * probability.sum(1)).sum(1) * num_experts / expert_ids.shape[-1]
+    per_sequence = (counts * probability.sum(1)).sum(1) * num_experts / top_k
     # times the tokens once, so that a sequence weighs what it has; of S^2 one S is left
     total = (per_sequence / tokens.clamp(min=1)).sum()
     return total / tokens.sum().clamp(min=1) if reduction == "mean" else total
-
-
-def _probability(logits: Tensor, score: Score) -> Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if score != "sigmoid":
-        return logits.softmax(-1)
-    scores = logits.sigmoid()
-    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
-
-
-def _count_by_sequence(expert_ids: Tensor, valid: Tensor, num_experts: int) -> Tensor:
-    ids = torch.where(valid.unsqueeze(-1), expert_ids, num_experts).flatten(1)
-    counts = ids.new_zeros(ids.shape[0], num_experts + 1).scatter_add_(1, ids, torch.ones_like(ids))
-    return counts[:, :num_experts]
 
 
 def router_z_loss(logits: Tensor, *, padding_mask: Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
@@ -130,10 +163,92 @@ def router_z_loss(logits: Tensor, *, padding_mask: Tensor | None = None, reducti
     Args:
         logits: [..., E], unscored; padding_mask: [...] bool, True where a token is padding and counts nowhere.
     """
-    squared = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1).square()
-    if padding_mask is not None:
-        squared = torch.where(padding_mask.view_as(squared), 0.0, squared)
-    if reduction == "sum":
-        return squared.sum()
-    tokens = squared.numel() if padding_mask is None else (~padding_mask).sum().clamp(min=1)
-    return squared.sum() / max(tokens, 1) if isinstance(tokens, int) else squared.sum() / tokens
+    valid = _valid(padding_mask, logits)
+    total = torch.where(valid, logits.to(wide_dtype(logits)).logsumexp(-1).square(), 0.0).sum()
+    return total / valid.sum().clamp(min=1) if reduction == "mean" else total
+
+
+def _valid(padding_mask: Tensor | None, logits: Tensor) -> Tensor:
+    """[...] bool, of logits [..., E]: which tokens count."""
+    if padding_mask is None:
+        return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    return ~padding_mask.view(logits.shape[:-1])
+
+
+def _probability(logits: Tensor, score: Score) -> Tensor:
+    logits = logits.to(wide_dtype(logits))
+    if score != "sigmoid":
+        return logits.softmax(-1)
+    scores = logits.sigmoid()
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def _count(expert_ids: Tensor, num_experts: int) -> Tensor:
+    """[..., N] int64 -> how many of the N name each expert, [..., E] int64; the id E is counted nowhere."""
+    # integers, so the order of the additions does not matter; bincount would read its input back on a GPU
+    counts = expert_ids.new_zeros(*expert_ids.shape[:-1], num_experts + 1)
+    return counts.scatter_add_(-1, expert_ids, torch.ones_like(expert_ids))[..., :num_experts]
+
+
+@attrs.define
+class _Watch:
+    """Whether a router is trained and nobody moves its bias: told once.
+
+    Training goes on without `update_router_bias` as if nothing were wrong, with loads that nothing evens out. What
+    gives it away is seen without reading a tensor back: optimizer steps go by in which a router counted tokens, and
+    its bias is not written to (torch numbers the writes to a tensor). Microbatches do not matter, nor how parameters
+    are sharded, nor how many optimizers share a step, since between two steps that count lies a forward pass.
+    Anything that writes to the bias keeps this silent, as do optimizers that are none of torch's and compiled
+    forward passes. It goes to the log and is no `warnings` warning, which could end the training.
+    """
+
+    version: int
+    """Of the bias, when `steps` was 0."""
+    steps: int = 0
+    has_counted: bool = False
+    """Whether tokens were counted since the last optimizer step."""
+    has_warned: bool = False
+
+
+_watches: "WeakKeyDictionary[BalancedRouter, _Watch]" = WeakKeyDictionary()
+
+
+def _note_counting(router: BalancedRouter) -> None:
+    """A training forward pass counted tokens. No host sync."""
+    if torch.compiler.is_compiling() or router.bias is None or not router.weight.requires_grad:
+        return
+    _follow_optimizers()
+    watch = _watches.get(router)
+    if watch is None:
+        watch = _watches[router] = _Watch(router.bias._version)
+    watch.has_counted = True
+
+
+@cache
+def _follow_optimizers() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    forgotten = [watch for router, watch in _watches.items() if _is_forgotten(router, watch)]
+    if not forgotten:
+        return
+    for watch in forgotten:
+        watch.has_warned = True
+    _log.warning(
+        "%d router(s) counted tokens through %d optimizer steps, and their bias was not updated: experts' loads are "
+        "not being balanced. Call moe_core.update_router_bias(model, mesh) after each optimizer step, with rate=0 to "
+        "leave the bias where it is, or build the routers with selection_bias=False.",
+        len(forgotten),
+        STEPS,
+    )
+
+
+def _is_forgotten(router: BalancedRouter, watch: _Watch) -> bool:
+    if not watch.has_counted or watch.has_warned or router.bias is None:
+        return False
+    watch.has_counted = False
+    if router.bias._version != watch.version:
+        watch.version, watch.steps = router.bias._version, 0
+    watch.steps += 1
+    return watch.steps > STEPS

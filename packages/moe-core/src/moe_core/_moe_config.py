@@ -4,6 +4,8 @@ from typing import Literal
 
 import attrs
 
+Score = Literal["sigmoid", "softmax", "softmax_topk"]
+
 
 @attrs.frozen
 class MoEConfig:
@@ -23,7 +25,7 @@ class MoEConfig:
     """The experts' activation by name: relu2, relu, silu, gelu, gelu_tanh, sigmoid, tanh."""
     gated: bool = False
     """Gated experts, routed and shared: activation(gate(x)) * up(x)."""
-    score: Literal["sigmoid", "softmax", "softmax_topk"] = "sigmoid"
+    score: Score = "sigmoid"
     """Router scores: sigmoid, softmax over all experts, or softmax over the chosen ones."""
     num_groups: int = attrs.field(default=1, validator=attrs.validators.ge(1))
     """Groups of consecutive experts that a choice is limited by."""

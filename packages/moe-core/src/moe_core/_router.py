@@ -22,15 +22,14 @@ Modules that must compute in fp32 whatever the rest of the model does carry the 
 has to leave them (and what it casts their parameters to) alone.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moe_core import _bias_watch
+from moe_core._balance import BalancedRouter
+from moe_core._moe_config import Score
 from moe_core._numerics import elementwise, linear, local_tensor, without_autocast
-
-Score = Literal["sigmoid", "softmax", "softmax_topk"]
 
 
 class Routing(NamedTuple):
@@ -75,7 +74,7 @@ def _keep_best_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tenso
     return torch.where(kept.unsqueeze(-1), grouped, float("-inf")).flatten(1)
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(BalancedRouter):
     """Scores E experts for each token and picks K of them.
 
     Logits, scores and weights are computed in fp32 (float64 after `.double()`), whatever the dtype of the
@@ -85,18 +84,10 @@ class TopKRouter(nn.Module):
     `update_router_bias` moves it so that the experts' loads even out (auxiliary-loss-free balancing,
     DeepSeek-V3).
 
-    Attributes:
-        weight: [E, D] parameter.
-        bias: [E] fp32 persistent buffer; None with `selection_bias=False`.
-        tokens_per_expert: [E] int64 buffer, not stored: places given to each expert since the last
-            `update_router_bias`; grows in training mode only, and not in a recomputation.
+    Attributes: `weight` [E, D] parameter; `bias` [E] and `tokens_per_expert` [E], see `BalancedRouter`.
     """
 
     keep_in_fp32 = True
-
-    weight: nn.Parameter
-    bias: Tensor | None
-    tokens_per_expert: Tensor
 
     def __init__(
         self,
@@ -125,17 +116,13 @@ class TopKRouter(nn.Module):
         Raises:
             ValueError: K, the groups or the score do not fit.
         """
-        super().__init__()
         _check(num_experts, top_k, score, num_groups, top_groups)
-        self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
+        super().__init__(num_experts, selection_bias, device)
+        self.dim, self.top_k = dim, top_k
         self.score: Score = score
         self.num_groups, self.top_groups = num_groups, top_groups
         self.normalize, self.scale, self.forced_balance = normalize, scale, forced_balance
         self.weight = nn.Parameter(torch.empty(num_experts, dim, dtype=torch.float32, device=device))
-        bias = torch.empty(num_experts, dtype=torch.float32, device=device) if selection_bias else None
-        self.register_buffer("bias", bias)
-        counts = torch.empty(num_experts, dtype=torch.int64, device=device)
-        self.register_buffer("tokens_per_expert", counts, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -145,9 +132,7 @@ class TopKRouter(nn.Module):
     def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
         """weight ~ N(0, std), bias 0, counts 0. The weight must not be sharded."""
         self.weight.normal_(0.0, std, generator=generator)
-        self.tokens_per_expert.zero_()
-        if self.bias is not None:
-            self.bias.zero_()
+        self.reset_balance()
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> Routing:
         """hidden [T, D] of any float dtype; padding_mask [T] bool, True where the token is padding.
@@ -164,11 +149,7 @@ class TopKRouter(nn.Module):
             mask = padding_mask.reshape(-1, 1)
             expert_ids = torch.where(mask, self.num_experts, expert_ids)
             expert_weights = torch.where(mask, 0.0, expert_weights)
-        counts = count_tokens(expert_ids, self.num_experts)
-        if self.training and not _in_recomputation():
-            self.tokens_per_expert += counts
-            _bias_watch.note_counting(self)
-        return Routing(expert_ids, expert_weights, counts, logits)
+        return Routing(expert_ids, expert_weights, self.count_tokens(expert_ids), logits)
 
     def _scores(self, logits: Tensor) -> Tensor:
         if self.score == "sigmoid":
@@ -199,19 +180,6 @@ class TopKRouter(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"
-
-
-def count_tokens(expert_ids: Tensor, num_experts: int) -> Tensor:
-    """How many entries name each expert: [E] int64; the id E is counted nowhere. No host sync."""
-    ids = expert_ids.flatten()
-    # integers, so the order of the additions does not matter; bincount would read its input back on a GPU
-    counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))
-    return counts[:num_experts]
-
-
-def _in_recomputation() -> bool:
-    """Whether a backward pass is running on this thread: forward passes inside it are recomputations."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _check(num_experts: int, top_k: int, score: str, num_groups: int, top_groups: int) -> None:

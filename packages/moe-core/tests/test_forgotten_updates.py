@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_core import MoE, TopKRouter, _bias_watch, update_router_bias
+from moe_core import MoE, TopKRouter, _balance, update_router_bias
 from moe_core.testing import count_host_syncs, run_ranks
 
-STEPS = 3 * _bias_watch.STEPS
+STEPS = 3 * _balance.STEPS
 
 
 def make_routers(number=3, **options):
@@ -38,7 +38,7 @@ def train(routers, steps, *, microbatches=1, optimizers=1, after=lambda: None, r
 
 
 def messages(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == "moe_core._bias_watch"]
+    return [r.getMessage() for r in caplog.records if r.name == "moe_core._balance"]
 
 
 @pytest.mark.parametrize(
@@ -46,18 +46,18 @@ def messages(caplog):
 )
 def test_a_forgotten_update_is_told_once(caplog, options):
     routers = make_routers()
-    train(routers, _bias_watch.STEPS, **options)
+    train(routers, _balance.STEPS, **options)
     assert messages(caplog) == [], "too early"
     train(routers, STEPS, **options)
     (message,) = messages(caplog)
     assert "3 router(s)" in message
-    assert f"{_bias_watch.STEPS} optimizer steps" in message
+    assert f"{_balance.STEPS} optimizer steps" in message
     assert "moe_core.update_router_bias(model, mesh)" in message
     assert caplog.records[0].levelno == logging.WARNING
 
 
 def test_many_microbatches_are_one_step(caplog):
-    train(make_routers(1), 2, microbatches=20 * _bias_watch.STEPS)
+    train(make_routers(1), 2, microbatches=20 * _balance.STEPS)
     assert messages(caplog) == []
 
 
@@ -106,13 +106,13 @@ def test_watching_reads_nothing_back_and_keeps_nothing_alive():
     with count_host_syncs() as syncs:
         train(routers, STEPS)
     assert syncs.total == 0
-    before = len(_bias_watch._watches)
+    before = len(_balance._watches)
     other = copy.deepcopy(routers)
     train(other, 1)
-    assert len(_bias_watch._watches) == before + 3
+    assert len(_balance._watches) == before + 3
     del other
     gc.collect()
-    assert len(_bias_watch._watches) == before
+    assert len(_balance._watches) == before
 
 
 def under_fsdp(updates):
@@ -123,7 +123,7 @@ def under_fsdp(updates):
     seen = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())
-    logger = logging.getLogger("moe_core._bias_watch")
+    logger = logging.getLogger("moe_core._balance")
     logger.addHandler(handler)
     layers = nn.Sequential(*[MoE(dim=8, num_experts=4, top_k=2, hidden_dim=8) for _ in range(2)])
     mesh = init_device_mesh("cpu", (2,))
