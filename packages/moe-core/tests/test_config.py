@@ -229,6 +229,18 @@ def test_what_is_no_text_is_said_with_its_place(registry, tmp_path):
     load_config(path, registry=registry)
 
 
+def test_a_word_is_one_value(registry):
+    (problem,) = _problems(registry, (), ["run.steps=5\nrun = 6"])
+    assert "run.steps = '5\\nrun = 6': must be an integer, not a string" in problem
+    (problem,) = _problems(registry, (), [f"run.steps={'[' * 5000}{']' * 5000}"])
+    assert "must be an integer, not a string" in problem
+
+
+def test_a_file_that_is_nested_too_deeply_is_named(registry, write):
+    path = write(f"run = {'[' * 5000}{']' * 5000}\n")
+    assert _problems(registry, path) == [f"{path}: is nested too deeply to be read"]
+
+
 def test_a_problem_points_at_the_file_that_set_the_value_last(registry, write):
     first = write('[mesh]\ntype = "full"\ncount = 0\nrate = "x"\n')
     second = write("\n\n  [mesh]\n  count = -1\n[los]\n", "second.toml")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_core.config._positions import key_positions
+from moe_core.config._positions import _parsed, key_positions
 
 BARE = st.text("abz_-09", min_size=1, max_size=4)
 QUOTED = st.text("ab.= #[]", min_size=1, max_size=4).map(lambda key: (f'"{key}"', key))
@@ -86,3 +86,12 @@ def test_every_key_has_the_place_where_it_was_written(document):
 )
 def test_dotted_inline_and_nested_keys(text, path, place):
     assert key_positions(text)[tuple(path.split("."))] == place
+
+
+def test_a_long_array_is_not_parsed_again_at_each_line():
+    text = "a = [\n" + "  1,\n" * 20_000 + "]\nb = 2\n"
+    with pytest.MonkeyPatch.context() as patch:
+        calls = []
+        patch.setattr("moe_core.config._positions._parsed", lambda block: calls.append(block) or _parsed(block))
+        assert key_positions(text)[("b",)] == (20_003, 1)
+    assert len(calls) == 3

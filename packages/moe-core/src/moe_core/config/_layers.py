@@ -56,6 +56,8 @@ def _read(path: Path) -> tuple[dict[str, Any], Setter] | Problem:
         before = data[: error.start].decode(errors="replace")
         place = f"{path}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
         return Problem(place, f"is not UTF-8: byte 0x{data[error.start]:02x}", hint="save the file as UTF-8")
+    except RecursionError:
+        return Problem(str(path), "is nested too deeply to be read")
     except tomllib.TOMLDecodeError as error:
         told = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", str(error))
         if told is None:
@@ -150,8 +152,9 @@ def _position(tables: list[Any], name: str) -> int | None:
 
 
 def _parse(text: str) -> Any:
-    """As TOML where it is TOML, else as a bare string: `model.preset=tiny` needs no quotes."""
+    """As TOML where it is one TOML value, else as a bare string: `model.preset=tiny` needs no quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
+    return parsed["value"] if len(parsed) == 1 else text  # a further line sets a key of its own

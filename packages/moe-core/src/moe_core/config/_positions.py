@@ -9,6 +9,9 @@ KeyPath = tuple[str, ...]
 Position = tuple[int, int]
 """Line and column, from 1."""
 
+_CLOSING = ("]", "}", '"""', "'''")
+"""What the last line of a statement of several lines has one of."""
+
 
 def key_positions(text: str) -> dict[KeyPath, Position]:
     """Key path -> where it is set, for a text that `tomllib` reads; items of an array go by their number.
@@ -32,7 +35,7 @@ def key_positions(text: str) -> dict[KeyPath, Position]:
 
 
 def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """The number of its first line, the text, and what it is parsed to."""
+    """Of each the number of its first line, its text, and what it is parsed to; comments and empty lines are none."""
     lines = text.split("\n")
     start = 0
     while start < len(lines):
@@ -40,7 +43,8 @@ def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
         if lines[start].strip() and not lines[start].lstrip().startswith("#"):
             while (parsed := _parsed("\n".join(lines[start:end]))) is None:
                 end += 1
-                assert end <= len(lines), "the text is not TOML as a whole"
+                while not any(closing in lines[end - 1] for closing in _CLOSING):
+                    end += 1  # no statement of several lines ends here, and parsing each time would be slow
             yield start + 1, "\n".join(lines[start:end]), parsed
         start = end
 

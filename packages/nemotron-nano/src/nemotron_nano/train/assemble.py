@@ -84,5 +84,5 @@ def with_weights(run: Run) -> Run:
     """`run` with its model on the run's device, and its weights drawn from `run.seed`."""
     run.model.to_empty(device=run.device_type)
     with torch.no_grad():
-        run.model.init_weights(run.config.run.seed)  # type: ignore[operator]  # of the Model protocol
+        run.model.init_weights(run.config.run.seed)  # type: ignore[operator]  # Module types all its names as tensors
     return run

@@ -29,10 +29,10 @@ class TrainingError(RuntimeError):
 class Pretrain:
     """`kinds.Trainer`: drives a run from its first, or its resumed, step to `run.steps`; see `PretrainConfig`."""
 
-    evaluate_every: int = 0
-    checkpoint_every: int = 0
-    router_bias_rate: float = 1e-3
-    tflops: float | None = None
+    evaluate_every: int
+    checkpoint_every: int
+    router_bias_rate: float
+    tflops: float | None
 
     def __call__(self, run: Run) -> int:
         steps = run.config.run.steps

@@ -12,7 +12,7 @@ from datetime import timedelta
 import attrs
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch re-exports it silently
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch re-exports it without `as`, which mypy counts as private
 
 from moe_core.config import Config
 from nemotron_nano._exit import is_user_error
