@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from chunked_loss import _products, linear_cross_entropy
+from chunked_loss import _chunk, linear_cross_entropy
 
 T, D, V = 256, 24, 61
 
@@ -12,7 +12,7 @@ T, D, V = 256, 24, 61
 @pytest.fixture(params=[False, True], ids=["without instructions", "with instructions"])
 def has_instructions(request, monkeypatch):
     """Whether the CPU is taken to multiply in bf16; torch can either way, only slowly."""
-    monkeypatch.setattr(_products, "_cpu_multiplies_bf16", lambda: request.param)
+    monkeypatch.setattr(_chunk, "_cpu_multiplies_bf16", lambda: request.param)
     return request.param
 
 
@@ -32,7 +32,7 @@ def error(got, want):
 
 @pytest.mark.parametrize("tile_rows", [8192, 16])
 def test_the_error_of_bf16_does_not_grow_with_the_chunks(has_instructions, tile_rows, monkeypatch):
-    monkeypatch.setattr(_products, "_TILE_ROWS", tile_rows)
+    monkeypatch.setattr(_chunk, "_TILE_ROWS", tile_rows)
     hidden, weight, labels, exact, exact_grads = problem(torch.bfloat16)
     rounding = [error(gradient.bfloat16(), gradient) for gradient in exact_grads]
     errors = {}
@@ -60,10 +60,10 @@ def test_a_weight_that_asks_for_an_fp32_gradient_gets_it_unrounded(has_instructi
 
 def test_which_products_are_taken(has_instructions):
     bf16, fp16, fp32 = (torch.ones(2, 2, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))
-    assert _products.products_for(bf16, bf16, torch.float32).native_d_rows == has_instructions
+    assert _chunk.products_for(bf16, bf16, torch.float32).native_d_rows == has_instructions
     for operands in ((fp32, fp32, torch.float32), (bf16, fp32, torch.float32), (bf16, bf16, torch.float64)):
-        assert _products.products_for(*operands) == _products.Products()
-    assert not _products.products_for(fp16, fp16, torch.float32).native_d_rows
+        assert _chunk.products_for(*operands) == _chunk.Products()
+    assert not _chunk.products_for(fp16, fp16, torch.float32).native_d_rows
 
 
 def test_small_gradients_of_fp16_do_not_underflow():

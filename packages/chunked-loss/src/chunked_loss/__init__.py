@@ -7,25 +7,25 @@ if TYPE_CHECKING:
     from chunked_loss._clm import ChunkedCLMCrossEntropyLoss as ChunkedCLMCrossEntropyLoss
     from chunked_loss._clm import CLMCrossEntropyLoss as CLMCrossEntropyLoss
     from chunked_loss._clm import LossOutput as LossOutput
-    from chunked_loss._compiled import compiled as compiled
+    from chunked_loss._clm import clm_cross_entropy_loss as clm_cross_entropy_loss
+    from chunked_loss._clm import clm_cross_entropy_loss_sum as clm_cross_entropy_loss_sum
+    from chunked_loss._clm import compiled as compiled
     from chunked_loss._denominator import global_denominator as global_denominator
-    from chunked_loss._full_logits import clm_cross_entropy_loss as clm_cross_entropy_loss
-    from chunked_loss._full_logits import clm_cross_entropy_loss_sum as clm_cross_entropy_loss_sum
-    from chunked_loss._head_loss import LossStats as LossStats
+    from chunked_loss._head import skip_lm_head as skip_lm_head
+    from chunked_loss._linear_cross_entropy import LossStats as LossStats
     from chunked_loss._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-    from chunked_loss._skip_head import skip_lm_head as skip_lm_head
 
 _HOME = {
     "CLMCrossEntropyLoss": "chunked_loss._clm",
     "ChunkedCLMCrossEntropyLoss": "chunked_loss._clm",
     "LossOutput": "chunked_loss._clm",
-    "LossStats": "chunked_loss._head_loss",
-    "clm_cross_entropy_loss": "chunked_loss._full_logits",
-    "clm_cross_entropy_loss_sum": "chunked_loss._full_logits",
-    "compiled": "chunked_loss._compiled",
+    "LossStats": "chunked_loss._linear_cross_entropy",
+    "clm_cross_entropy_loss": "chunked_loss._clm",
+    "clm_cross_entropy_loss_sum": "chunked_loss._clm",
+    "compiled": "chunked_loss._clm",
     "global_denominator": "chunked_loss._denominator",
     "linear_cross_entropy": "chunked_loss._linear_cross_entropy",
-    "skip_lm_head": "chunked_loss._skip_head",
+    "skip_lm_head": "chunked_loss._head",
 }
 
 __all__ = sorted(_HOME)

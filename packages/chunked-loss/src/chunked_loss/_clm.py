@@ -1,21 +1,75 @@
-"""Causal-LM losses that run a model on a batch: with full logits, and chunk by chunk."""
+"""Causal-LM losses: functions of logits, objects that run a model on a batch, and either of them compiled."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chunked_loss._chunk import cross_entropy_chunk
+from chunked_loss._chunk import ChunkKernel, cross_entropy_chunk
 from chunked_loss._fsdp_head import resharded_on_exception
-from chunked_loss._full_logits import sums
-from chunked_loss._head_call import call_in_head, find_head
-from chunked_loss._head_loss import LossStats, head_loss
-from chunked_loss._problem import ChunkKernel
-from chunked_loss._skip_head import skip_lm_head
+from chunked_loss._head import call_in_head, find_head, skip_lm_head
+from chunked_loss._linear_cross_entropy import LossStats, linear_cross_entropy
 
 Compile = Callable[[Callable], Callable]
+LossT = TypeVar("LossT", bound=Callable)
+
+
+def _sums(
+    logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor | None]:
+    """The sum over valid tokens of the cross entropy, and that of `z_loss` * logsumexp^2; None without it."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    rows, flat_labels = wide.reshape(-1, wide.shape[-1]), labels.reshape(-1)
+    cross_entropy = F.cross_entropy(
+        rows, flat_labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    )
+    if not z_loss:
+        return cross_entropy, None
+    squares = rows.logsumexp(dim=-1).square()
+    return cross_entropy, z_loss * torch.where(flat_labels == ignore_index, 0, squares).sum()
+
+
+def clm_cross_entropy_loss_sum(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Sum of the cross entropy over valid tokens, plus `z_loss` * logsumexp^2 (PaLM's).
+
+    Args:
+        logits: [..., V]; computed with in fp32 (fp64 stays).
+        labels: [...] int64, aligned with the logits: no shift is applied.
+
+    Returns:
+        [] fp32; 0.0 with a graph where all labels are ignored.
+    """
+    cross_entropy, of_z = _sums(logits, labels, ignore_index, label_smoothing, z_loss)
+    return cross_entropy if of_z is None else cross_entropy + of_z
+
+
+def clm_cross_entropy_loss(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """`clm_cross_entropy_loss_sum` / `denominator`; None: the number of valid tokens here, 0.0 if there is none."""
+    total = clm_cross_entropy_loss_sum(
+        logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss
+    )
+    if denominator is None:
+        denominator = (labels != ignore_index).sum().clamp(min=1)
+    return total / denominator
 
 
 class Batch(Protocol):
@@ -57,7 +111,7 @@ class CLMCrossEntropyLoss:
     ignore_index: int = -100
     shift: bool = False
     """The labels are the tokens themselves: compare position s with label s + 1, and the last with nothing."""
-    core: Callable[..., tuple[Tensor, Tensor | None]] = sums
+    core: Callable[..., tuple[Tensor, Tensor | None]] = _sums
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossOutput:
         labels = _aligned(batch.labels, self.shift, self.ignore_index)
@@ -119,7 +173,7 @@ class ChunkedCLMCrossEntropyLoss:
         stats: list[LossStats] = []
 
         def inner(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            value, of_call = head_loss(
+            value, of_call = linear_cross_entropy(
                 hidden,
                 weight,
                 labels,
@@ -133,7 +187,8 @@ class ChunkedCLMCrossEntropyLoss:
                 softcap=self.softcap,
                 vocab_size=self.vocab_size,
                 recompute=self.recompute,
-                kernel=self.core,
+                core=self.core,
+                return_stats=True,
             )
             stats.append(of_call)
             return value
@@ -171,3 +226,25 @@ def _aligned(labels: Tensor, shift: bool, ignore_index: int) -> Tensor:
         return labels
     nothing = torch.full_like(labels[:, :1], ignore_index)
     return torch.cat([labels[:, 1:], nothing], dim=1)
+
+
+def compiled(loss: LossT, **options: Any) -> LossT:
+    """`loss` with only its arithmetic compiled; model, head and their collectives run as before.
+
+    Args:
+        loss: `clm_cross_entropy_loss`, `clm_cross_entropy_loss_sum` or any function on tensors, which is
+            compiled as a whole; or a loss object with a method `compiled(compile_)`, as this package's have.
+        options: for `torch.compile`.
+
+    Raises:
+        ValueError: an object that does not say what its core is.
+    """
+    compile_ = partial(torch.compile, **options)
+    if hasattr(loss, "compiled"):
+        return loss.compiled(compile_)
+    if hasattr(loss, "__code__"):
+        return compile_(loss)  # type: ignore[return-value]  # torch.compile keeps the signature
+    raise ValueError(
+        f"{type(loss).__name__} has no numeric core to compile: give a function on tensors, or an object with a method "
+        "compiled(compile_) that returns a copy of it"
+    )

@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chunked_loss._chunk import ChunkLosses
-from chunked_loss._problem import Problem, chunks, joined, without_autocast
-from chunked_loss._products import Products, products_for, tiles
+from chunked_loss._chunk import ChunkLosses, Problem, Products, joined, products_for, slices, tiles, without_autocast
 
 _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 """Whether the backward pass that runs keeps its graph for another one; private in torch, so it may be absent."""
@@ -44,7 +42,7 @@ def _chunk_pass(
     gradients = _zeros(hidden, weight, bias, wanted, dtype)
     buffer = hidden.new_empty(min(len(hidden), problem.chunk_tokens), problem.vocab_size, dtype=dtype)
     parts: list[ChunkLosses] = []
-    for chunk in chunks(len(hidden), problem.chunk_tokens):
+    for chunk in slices(len(hidden), problem.chunk_tokens):
         rows = torch.where(problem.valid[chunk, None], hidden[chunk], 0)
         logits = buffer[: rows.shape[0]]
         products.logits_(logits, rows, weight[vocabulary])

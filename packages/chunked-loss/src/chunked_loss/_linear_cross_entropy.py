@@ -1,11 +1,29 @@
 """`linear_cross_entropy`: the head's product and the cross entropy, chunk by chunk, with exact gradients."""
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from chunked_loss._head_loss import LossStats, Reduction, head_loss
+from chunked_loss._chunk import ChunkKernel, ChunkLosses, Problem, Terms, cross_entropy_chunk
+from chunked_loss._gradients_in_forward import LossPerToken, SumOfLosses
+from chunked_loss._recomputing import recomputed_losses
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+class LossStats(NamedTuple):
+    """What a trainer logs, from the same pass: detached, on the device, no synchronisation."""
+
+    cross_entropy: Tensor
+    """[] fp32, sum over valid tokens, without the z-loss; smoothing and weights included."""
+    z_loss: Tensor
+    """[] fp32, sum over valid tokens of z_loss * logsumexp^2, weights included."""
+    tokens: Tensor
+    """[] int64, how many tokens are valid."""
+    correct: Tensor
+    """[] int64, how many of them have their label's logit at the maximum: accuracy is correct / tokens."""
 
 
 class _Options(TypedDict, total=False):
@@ -24,6 +42,7 @@ class _Options(TypedDict, total=False):
     valid_tokens: int | None
     accumulate_dtype: torch.dtype
     recompute: bool
+    core: ChunkKernel
 
 
 @overload
@@ -58,6 +77,7 @@ def linear_cross_entropy(
     valid_tokens: int | None = None,
     accumulate_dtype: torch.dtype = torch.float32,
     recompute: bool = False,
+    core: ChunkKernel = cross_entropy_chunk,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, LossStats]:
     """Cross entropy of `softcap * tanh((hidden @ weight^T + bias) / softcap)`, never holding [T, V] logits.
@@ -96,6 +116,7 @@ def linear_cross_entropy(
         accumulate_dtype: torch.float32, or torch.float64 for a reference.
         recompute: form no gradients in forward, but compute each chunk again in backward, by plain autograd:
             slower, and differentiable twice. A second derivative holds the logits of all chunks.
+        core: what is computed on one chunk of logits; to be replaced by a compiled one.
         return_stats: also return `LossStats`.
 
     Returns:
@@ -105,24 +126,187 @@ def linear_cross_entropy(
         ValueError: shapes that do not fit, or an option out of its range.
         RuntimeError: backward with create_graph=True, without `recompute`.
     """
-    value, stats = head_loss(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        chunk_tokens=chunk_tokens,
-        num_chunks=num_chunks,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        class_weight=class_weight,
-        token_weight=token_weight,
-        denominator=denominator,
+    _check_options(reduction, chunk_tokens, num_chunks, label_smoothing, softcap, denominator, accumulate_dtype)
+    _check_tensors(hidden, weight, labels, bias, class_weight, token_weight)
+    _check_counts(weight, labels, vocab_size, valid_tokens)
+    vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+    dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else accumulate_dtype
+    if class_weight is not None:
+        class_weight = class_weight[:vocab_size].to(dtype)
+    rows = _rows(hidden, labels, token_weight, ignore_index, valid_tokens, dtype)
+    row_weight = rows.weight
+    if reduction == "mean":
+        row_weight = row_weight / _denominator(rows, class_weight, denominator)
+    problem = Problem(
+        labels=rows.labels,
+        valid=rows.valid,
+        row_weight=row_weight,
+        terms=Terms(label_smoothing, z_loss, softcap, class_weight),
         vocab_size=vocab_size,
-        valid_tokens=valid_tokens,
-        accumulate_dtype=accumulate_dtype,
-        recompute=recompute,
+        chunk_tokens=chunk_tokens if num_chunks is None else max(1, -(-labels.numel() // num_chunks)),
+        kernel=core,
     )
-    return (value, stats) if return_stats else value
+    value, losses = _value(rows.hidden, weight, bias, problem, reduction, recompute)
+    if reduction == "none":
+        value = _every_row(value, rows.kept, labels)
+    return (value, _stats(losses, rows)) if return_stats else value
+
+
+def _check_options(
+    reduction: str,
+    chunk_tokens: int,
+    num_chunks: int | None,
+    label_smoothing: float,
+    softcap: float | None,
+    denominator: Any,
+    accumulate_dtype: torch.dtype,
+) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction = {reduction!r}: must be "mean", "sum" or "none"')
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens = {chunk_tokens}: must be at least 1")
+    if num_chunks is not None and num_chunks < 1:
+        raise ValueError(f"num_chunks = {num_chunks}: must be at least 1, or None to go by chunk_tokens")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing = {label_smoothing}: must be between 0 and 1")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap = {softcap}: must be above 0, or None for none")
+    if denominator is not None and reduction != "mean":
+        raise ValueError(f'denominator with reduction = {reduction!r}: only "mean" divides')
+    if accumulate_dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"accumulate_dtype = {accumulate_dtype}: must be torch.float32 or torch.float64")
+
+
+def _check_tensors(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+) -> None:
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor: call the head's module, so that its hooks gather the weight once "
+                "(ChunkedCLMCrossEntropyLoss does), or pass .full_tensor()"
+            )
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}: must be [..., D] and [V, D]")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels {tuple(labels.shape)}: must have hidden's shape without its last dim, {tuple(hidden.shape[:-1])}"
+        )
+    for name, vector in (("bias", bias), ("class_weight", class_weight)):
+        if vector is not None and vector.shape != weight.shape[:1]:
+            raise ValueError(f"{name} {tuple(vector.shape)}: must be [V] = [{weight.shape[0]}]")
+    if token_weight is not None and token_weight.shape != labels.shape:
+        raise ValueError(
+            f"token_weight {tuple(token_weight.shape)}: must have the shape of labels {tuple(labels.shape)}"
+        )
+    for name, constant in (("class_weight", class_weight), ("token_weight", token_weight)):
+        if constant is not None and constant.requires_grad:
+            raise ValueError(f"{name} requires a gradient, which is not formed: detach it")
+
+
+def _check_counts(weight: Tensor, labels: Tensor, vocab_size: int | None, valid_tokens: int | None) -> None:
+    if vocab_size is not None and not 1 <= vocab_size <= weight.shape[0]:
+        raise ValueError(f"vocab_size = {vocab_size}: must be between 1 and the rows of weight, {weight.shape[0]}")
+    if valid_tokens is not None and not 0 <= valid_tokens <= labels.numel():
+        raise ValueError(f"valid_tokens = {valid_tokens}: must be between 0 and the number of labels, {labels.numel()}")
+
+
+class _Rows(NamedTuple):
+    """The rows that are computed, and what each one counts before any division."""
+
+    hidden: Tensor
+    """[T, D]."""
+    labels: Tensor
+    """[T] int64, 0 where ignored."""
+    valid: Tensor
+    """[T] bool."""
+    weight: Tensor
+    """[T] in the accumulation dtype, 0 where ignored."""
+    kept: Tensor | None
+    """Which rows of the batch they are; None: all."""
+
+
+def _rows(
+    hidden: Tensor,
+    labels: Tensor,
+    token_weight: Tensor | None,
+    ignore_index: int,
+    valid_tokens: int | None,
+    dtype: torch.dtype,
+) -> _Rows:
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    weight = None if token_weight is None else token_weight.reshape(-1).to(dtype)
+    kept = kept_rows(labels != ignore_index, valid_tokens, on_host=labels.device.type == "cpu")
+    if kept is not None:
+        labels = labels[kept]
+        kept = kept.to(hidden.device, non_blocking=True)
+        hidden = hidden.index_select(0, kept)
+        weight = None if weight is None else weight.index_select(0, kept)
+    labels = labels.to(hidden.device, non_blocking=True)
+    valid = labels != ignore_index
+    weight = valid.to(dtype) if weight is None else torch.where(valid, weight, 0)
+    return _Rows(hidden, torch.where(valid, labels, 0), valid, weight, kept)
+
+
+def kept_rows(valid: Tensor, valid_tokens: int | None, *, on_host: bool) -> Tensor | None:
+    """Indices of the rows to compute, in order and every valid one among them; None for all rows.
+
+    Args:
+        valid: [T] bool.
+        valid_tokens: how many are True, if the host knows.
+        on_host: `valid` may be read without a synchronisation.
+
+    Raises:
+        ValueError: `valid_tokens` is too small, where that can be read. Elsewhere the device raises RuntimeError, when
+            it gets there.
+    """
+    if torch.compiler.is_compiling():  # the number of rows would depend on data
+        return None
+    if on_host:
+        count = int(valid.sum())
+        if valid_tokens is not None and valid_tokens < count:
+            raise ValueError(f"valid_tokens = {valid_tokens}: {count} labels are valid")
+        return None if count == len(valid) else valid.nonzero()[:, 0]
+    if valid_tokens is None or valid_tokens >= len(valid):
+        return None
+    torch._assert_async(valid.sum() <= valid_tokens, f"more labels are valid than valid_tokens = {valid_tokens}")
+    first_the_valid = torch.argsort(valid.logical_not().to(torch.uint8), stable=True)
+    return first_the_valid[:valid_tokens]
+
+
+def _denominator(rows: _Rows, class_weight: Tensor | None, given: Tensor | float | None) -> Tensor | float:
+    if given is not None:
+        return given.to(rows.weight.dtype) if isinstance(given, Tensor) else given
+    total = (rows.weight if class_weight is None else rows.weight * class_weight[rows.labels]).sum()
+    return torch.where(total == 0, 1, total)  # nothing counts: 0.0, not NaN
+
+
+def _value(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Problem, reduction: Reduction, recompute: bool
+) -> tuple[Tensor, ChunkLosses]:
+    if recompute:
+        per_token, losses = recomputed_losses(hidden, weight, bias, problem)
+        return (per_token if reduction == "none" else per_token.sum()), losses
+    function = LossPerToken if reduction == "none" else SumOfLosses
+    value, *columns = function.apply(hidden, weight, bias, problem, torch.is_grad_enabled())
+    return value, ChunkLosses(*columns)
+
+
+def _every_row(value: Tensor, kept: Tensor | None, labels: Tensor) -> Tensor:
+    if kept is not None:
+        value = value.new_zeros(labels.numel()).index_copy(0, kept, value)
+    return value.reshape(labels.shape)
+
+
+def _stats(losses: ChunkLosses, rows: _Rows) -> LossStats:
+    return LossStats(
+        cross_entropy=torch.where(rows.valid, rows.weight * losses.cross_entropy, 0).sum().detach(),
+        z_loss=torch.where(rows.valid, rows.weight * losses.z_loss, 0).sum().detach(),
+        tokens=rows.valid.sum(),
+        correct=(rows.valid & losses.is_correct).sum(),
+    )

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from attrs import validators
 
 from moe_core.plugins import Batch, Component, LossOutput, Selected, component_field, hookimpl
 
@@ -14,28 +15,18 @@ if TYPE_CHECKING:
     from moe_core.plugins import Run
 
 
-def _at_least_zero(_: Any, attribute: Any, value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"{attribute.name} = {value}: must be at least 0")
-
-
-def _is_share(_: Any, attribute: Any, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{attribute.name} = {value}: must be between 0 and 1")
-
-
-def _is_positive(_: Any, attribute: Any, value: Any) -> None:
-    if not value > 0:
-        raise ValueError(f"{attribute.name} = {value}: must be above 0")
+_share = validators.and_(validators.ge(0.0), validators.le(1.0))
+_positive = validators.gt(0)
+_positive_or_none = validators.optional(_positive)
 
 
 @attrs.frozen
 class CLMCrossEntropyConfig:
     """Cross entropy on full logits [B, S, V]."""
 
-    label_smoothing: float = attrs.field(default=0.0, validator=_is_share)
+    label_smoothing: float = attrs.field(default=0.0, validator=_share)
     """Share of the target that is spread over the vocabulary, 0 to 1."""
-    z_loss: float = attrs.field(default=0.0, validator=_at_least_zero)
+    z_loss: float = attrs.field(default=0.0, validator=validators.ge(0))
     """Coefficient of logsumexp(logits)^2 per token."""
 
 
@@ -43,17 +34,17 @@ class CLMCrossEntropyConfig:
 class ChunkedCLMCrossEntropyConfig:
     """Cross entropy from hidden states and the head module, without full logits."""
 
-    chunk_tokens: int = attrs.field(default=512, validator=_is_positive)
+    chunk_tokens: int = attrs.field(default=512, validator=_positive)
     """How many tokens' logits are held at once."""
-    num_chunks: int | None = attrs.field(default=None, validator=attrs.validators.optional(_is_positive))
+    num_chunks: int | None = attrs.field(default=None, validator=_positive_or_none)
     """The number of chunks, instead of `chunk_tokens`."""
-    label_smoothing: float = attrs.field(default=0.0, validator=_is_share)
+    label_smoothing: float = attrs.field(default=0.0, validator=_share)
     """Share of the target that is spread over the vocabulary, 0 to 1."""
-    z_loss: float = attrs.field(default=0.0, validator=_at_least_zero)
+    z_loss: float = attrs.field(default=0.0, validator=validators.ge(0))
     """Coefficient of logsumexp(logits)^2 per token."""
-    softcap: float | None = attrs.field(default=None, validator=attrs.validators.optional(_is_positive))
+    softcap: float | None = attrs.field(default=None, validator=_positive_or_none)
     """Logits become softcap * tanh(logits / softcap); unset: no cap."""
-    vocab_size: int | None = attrs.field(default=None, validator=attrs.validators.optional(_is_positive))
+    vocab_size: int | None = attrs.field(default=None, validator=_positive_or_none)
     """The head's rows past it are padding of the vocabulary; unset: all rows are classes."""
     head: str = "lm_head"
     """Name of the model's output projection; under FSDP it must be a unit of its own."""
@@ -89,29 +80,17 @@ class _HostLoss:
 def build_clm_cross_entropy(config: CLMCrossEntropyConfig, run: "Run") -> _HostLoss:
     from chunked_loss._clm import CLMCrossEntropyLoss
 
-    return _HostLoss(CLMCrossEntropyLoss(label_smoothing=config.label_smoothing, z_loss=config.z_loss))
+    return _HostLoss(CLMCrossEntropyLoss(**attrs.asdict(config)))
 
 
 def build_chunked_clm_cross_entropy(config: ChunkedCLMCrossEntropyConfig, run: "Run") -> _HostLoss:
     from chunked_loss._clm import ChunkedCLMCrossEntropyLoss
 
-    return _HostLoss(
-        ChunkedCLMCrossEntropyLoss(
-            chunk_tokens=config.chunk_tokens,
-            num_chunks=config.num_chunks,
-            label_smoothing=config.label_smoothing,
-            z_loss=config.z_loss,
-            softcap=config.softcap,
-            vocab_size=config.vocab_size,
-            head=config.head,
-            skip_head=config.skip_head,
-            keep_head_unsharded=config.keep_head_unsharded,
-        )
-    )
+    return _HostLoss(ChunkedCLMCrossEntropyLoss(**attrs.asdict(config)))
 
 
 def build_compiled(config: CompiledLossConfig, run: "Run") -> Any:
-    from chunked_loss._compiled import compiled
+    from chunked_loss._clm import compiled
 
     if config.inner is None:
         raise ValueError('loss.inner: must name the loss to compile, e.g. [loss.inner] type = "clm_cross_entropy"')

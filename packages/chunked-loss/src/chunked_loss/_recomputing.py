@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from chunked_loss._chunk import ChunkLosses, Terms
-from chunked_loss._problem import Problem, chunks, joined, without_autocast
+from chunked_loss._chunk import ChunkLosses, Problem, Terms, joined, slices, without_autocast
 
 
 def recomputed_losses(
@@ -21,7 +20,7 @@ def recomputed_losses(
     wide_bias = None if bias is None else bias[vocabulary].to(dtype)
     values, parts = [hidden.new_zeros(0, dtype=dtype)], []
     with without_autocast(hidden.device.type):
-        for chunk in chunks(len(hidden), problem.chunk_tokens):
+        for chunk in slices(len(hidden), problem.chunk_tokens):
             rows = torch.where(problem.valid[chunk, None], hidden[chunk], 0).to(dtype)
             losses = ChunkLosses(
                 *checkpoint(

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from chunked_loss import _gradients_in_forward, _head_loss, linear_cross_entropy
-from chunked_loss._kept_rows import kept_rows
+from chunked_loss import _gradients_in_forward, _linear_cross_entropy, linear_cross_entropy
+from chunked_loss._linear_cross_entropy import kept_rows
 from moe_core.testing import count_host_syncs
 
 T, D, V = 13, 7, 29
@@ -70,7 +70,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_way_gives_the_same_and_ignored_rows_give_exactly_zero(monkeypatch, way, reduction, recompute):
-    monkeypatch.setattr(_head_loss, "kept_rows", WAYS[way])
+    monkeypatch.setattr(_linear_cross_entropy, "kept_rows", WAYS[way])
     hidden, weight, labels = inputs()
     want = F.cross_entropy(hidden.double() @ weight.double().T, labels, reduction=reduction)
     factor = torch.linspace(-1, 2, T) if reduction == "none" else torch.tensor(3.0)
