@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from chunked_loss import (
     ChunkedCLMCrossEntropyLoss,
@@ -145,7 +146,7 @@ def test_the_forward_of_the_head_is_its_own_again_also_after_an_exception():
 
 def test_hooks_on_the_head_run_once_whatever_the_number_of_chunks():
     model, calls = made(), []
-    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    model.lm_head.register_forward_pre_hook(lambda *_: calls.append(1))
     ChunkedCLMCrossEntropyLoss(chunk_tokens=1)(model, batch())
     assert len(calls) == 1
 
@@ -480,12 +481,13 @@ def test_no_loss_outlives_its_call(end, keep):
         fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (1,)))
         fully_shard(model)
 
-        def look(head, args, loss):
-            made_losses.append(weakref.ref(loss))
-            if end == "exception":
-                raise KeyError("on purpose")
+        def look(module, args, loss):
+            if module is model.lm_head:
+                made_losses.append(weakref.ref(loss))
+                if end == "exception":
+                    raise KeyError("on purpose")
 
-        model.lm_head.register_forward_hook(look)
+        watching = register_module_forward_hook(look)
         for _ in range(3):
             try:
                 total = ChunkedCLMCrossEntropyLoss(chunk_tokens=4, keep_head_unsharded=keep)(model, batch()).sum
@@ -494,6 +496,7 @@ def test_no_loss_outlives_its_call(end, keep):
                 del total
             except KeyError:
                 assert end == "exception"
+        watching.remove()
         gc.collect()
         return [made_loss() is not None for made_loss in made_losses]
 

@@ -32,7 +32,7 @@ def test_losses_give_the_hosts_output(name):
     torch.manual_seed(0)
     model, tokens = Model(), torch.randint(0, 17, (2, 5))
     batch = Batch(tokens, tokens.roll(-1, 1))
-    run = SimpleNamespace()
+    run = SimpleNamespace(model=model)
     plain = selected("clm_cross_entropy").build(run)(model, batch)
     for loss in (selected(name), selected("compiled", inner=selected(name), backend="eager")):
         out = loss.build(run)(model, batch)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from chunked_loss._chunk import ChunkKernel, cross_entropy_chunk
 from chunked_loss._fsdp_head import resharded_on_exception
-from chunked_loss._head import call_in_head, find_head, skip_lm_head
-from chunked_loss._linear_cross_entropy import LossStats, linear_cross_entropy
+from chunked_loss._head import LinearHead, Projection, call_in_head, find_callable_head, skip_lm_head
+from chunked_loss._linear_cross_entropy import LossStats, linear_cross_entropy, projected_cross_entropy
 
 Compile = Callable[[Callable], Callable]
 LossT = TypeVar("LossT", bound=Callable)
@@ -166,30 +166,14 @@ class ChunkedCLMCrossEntropyLoss:
     core: ChunkKernel = cross_entropy_chunk
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossOutput:
-        head = find_head(model, self.head)
+        head = self.check_head(model)
         labels = _aligned(batch.labels, self.shift, self.ignore_index)
         with resharded_on_exception(head, self.keep_head_unsharded):
             hidden = self._hidden(model, batch)
         stats: list[LossStats] = []
 
-        def inner(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            value, of_call = linear_cross_entropy(
-                hidden,
-                weight,
-                labels,
-                bias=bias,
-                ignore_index=self.ignore_index,
-                reduction="sum",
-                chunk_tokens=self.chunk_tokens,
-                num_chunks=self.num_chunks,
-                label_smoothing=self.label_smoothing,
-                z_loss=self.z_loss,
-                softcap=self.softcap,
-                vocab_size=self.vocab_size,
-                recompute=self.recompute,
-                core=self.core,
-                return_stats=True,
-            )
+        def inner(rows: Tensor, projection: LinearHead | Projection) -> Tensor:
+            value, of_call = self._loss_of_rows(rows, projection, labels)
             stats.append(of_call)
             return value
 
@@ -200,6 +184,30 @@ class ChunkedCLMCrossEntropyLoss:
         if self.z_loss:
             parts["z_loss"] = stats[0].z_loss
         return LossOutput(total, stats[0].tokens, parts)
+
+    def check_head(self, model: nn.Module) -> nn.Module:
+        """The head of `model` that a call would use, or the ValueError that it would raise for it: before any step."""
+        return find_callable_head(model, self.head, recompute=self.recompute)
+
+    def _loss_of_rows(
+        self, rows: Tensor, projection: LinearHead | Projection, labels: Tensor
+    ) -> tuple[Tensor, LossStats]:
+        options: Any = {
+            "ignore_index": self.ignore_index,
+            "chunk_tokens": self.chunk_tokens,
+            "num_chunks": self.num_chunks,
+            "label_smoothing": self.label_smoothing,
+            "z_loss": self.z_loss,
+            "softcap": self.softcap,
+            "vocab_size": self.vocab_size,
+            "core": self.core,
+        }
+        if not isinstance(projection, LinearHead):
+            return projected_cross_entropy(rows, projection, labels, **options)
+        weight, bias = projection
+        return linear_cross_entropy(
+            rows, weight, labels, bias=bias, reduction="sum", recompute=self.recompute, return_stats=True, **options
+        )
 
     def _hidden(self, model: nn.Module, batch: Batch) -> Tensor:
         if not self.skip_head:

@@ -4,7 +4,7 @@ Some of it only FSDP's private state tells: whether the next backward reduces gr
 where the weights go after forward. These names are the same in torch 2.11 to 2.13.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,15 +20,16 @@ class HeadCall:
     So a switch is thrown for FSDP's hook alone, and stands as before whatever happens afterwards.
     """
 
-    def __init__(self, head: FSDPModule, *, gathers_in_backward: bool, keeps_unsharded: bool) -> None:
+    def __init__(self, head: FSDPModule, *, keeps_unsharded: bool) -> None:
         self._head = head
-        self._gathers_in_backward = gathers_in_backward
+        self._gathers_in_backward = True
         self._keeps_unsharded = keeps_unsharded and torch.is_grad_enabled()
         self._loss: Tensor | None = None
 
-    def register(self, loss: Tensor) -> None:
+    def register(self, loss: Tensor, *, gathers_in_backward: bool) -> None:
         """Inside the head's forward."""
         self._loss = loss
+        self._gathers_in_backward = gathers_in_backward
         if loss.requires_grad:
             loss.register_hook(lambda _: self._before_fsdp())
 
@@ -83,13 +84,13 @@ def resharded_on_exception(head: object, wanted: bool = True) -> Iterator[None]:
         raise
 
 
-def take_fp32_gradients(*parameters: Tensor | None) -> None:
+def take_fp32_gradients(parameters: Iterable[Tensor]) -> None:
     """Set on the gathered copies, which FSDP owns: the user's parameters keep their gradients' dtype.
 
     Where torch lacks `grad_dtype`, gradients are rounded to the parameter's dtype before they are reduced.
     """
     for parameter in parameters:
-        if parameter is not None and parameter.is_leaf and hasattr(parameter, "grad_dtype"):
+        if parameter.is_floating_point() and hasattr(parameter, "grad_dtype"):
             parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
 
 

@@ -120,14 +120,18 @@ class SumOfLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        _refuse_second_order()
-        # what is saved must outlive a backward whose graph is kept
-        is_last = _keeps_graph is not None and not torch.compiler.is_compiling() and not _keeps_graph()
-        scaled = [
-            None if saved is None else _scaled(saved, grad, dtype, in_place=is_last)
-            for saved, dtype in zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        ]
-        return (*scaled, None, None)
+        return (*_scaled_gradients(ctx, grad), None, None)
+
+
+def _scaled_gradients(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    """The gradients that forward saved, times that of the sum of losses."""
+    _refuse_second_order()
+    # what is saved must outlive a backward whose graph is kept
+    is_last = _keeps_graph is not None and not torch.compiler.is_compiling() and not _keeps_graph()
+    return [
+        None if saved is None else _scaled(saved, grad, dtype, in_place=is_last)
+        for saved, dtype in zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    ]
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
@@ -135,8 +139,9 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: b
     if gradient.dtype == dtype:
         return gradient.mul_(factor) if in_place else gradient * factor
     result = torch.empty_like(gradient, dtype=dtype)
-    for tile in tiles(gradient):
-        result[tile] = gradient[tile] * factor
+    source, target = torch.atleast_1d(gradient, result)
+    for tile in tiles(source):
+        target[tile] = source[tile] * factor
     return result
 
 
@@ -169,3 +174,81 @@ class LossPerToken(torch.autograd.Function):
             for gradient, dtype in zip(gradients, ctx.wanted, strict=True)
         ]
         return (*cast, None, None)
+
+
+def sum_of_projected_losses(
+    hidden: Tensor, project: Callable[[Tensor], Tensor], problem: Problem, classes_of: Callable[[int], int]
+) -> tuple[Tensor, ChunkLosses]:
+    """`SumOfLosses` of `project(rows [C, D]) -> logits [C, V]`: any module that computes each row for itself.
+
+    Autograd differentiates it on every chunk at once, towards each leaf that it has read, whosever that is; so it runs
+    once a chunk, and its gradients add up in the accumulation dtype. There is a chunk also of no rows.
+    `classes_of(V)`, once V is known, takes the place of `problem.vocab_size`.
+    """
+    dtype = problem.row_weight.dtype
+    wants_hidden = hidden.requires_grad and torch.is_grad_enabled()
+    d_hidden = torch.zeros_like(hidden, dtype=dtype) if wants_hidden else None
+    totals: dict[Tensor, Tensor] = {}
+    parts: list[ChunkLosses] = []
+    for chunk in slices(max(1, len(hidden)), problem.chunk_tokens):
+        valid = problem.valid[chunk, None]
+        rows = torch.where(valid, hidden.detach()[chunk], 0).requires_grad_(wants_hidden)
+        logits = project(rows)
+        if not parts:
+            problem = problem._replace(vocab_size=classes_of(logits.shape[-1]))
+        logits = logits[:, : problem.vocab_size]
+        row_weight = problem.row_weight[chunk] if logits.requires_grad else None
+        with torch.no_grad(), without_autocast(hidden.device.type):
+            losses, d_logits = problem.kernel(
+                logits.to(dtype, copy=True), problem.labels[chunk], problem.terms, row_weight
+            )
+        parts.append(losses)
+        if row_weight is None:
+            continue
+        leaves = _leaves(logits)
+        # what was computed before the call, and once, is in the graph of every chunk
+        for leaf, gradient in zip(
+            leaves, torch.autograd.grad(logits, leaves, d_logits.to(logits.dtype), retain_graph=True), strict=True
+        ):
+            if leaf is rows and d_hidden is not None:
+                d_hidden[chunk] = torch.where(valid, gradient, 0)
+            elif leaf in totals:
+                totals[leaf].add_(gradient)
+            else:
+                totals[leaf] = gradient.to(dtype, copy=True)
+    losses = joined(parts, problem.row_weight)
+    value = _weighted(losses, problem).sum()
+    inputs, gradients = list(totals), list(totals.values())
+    if d_hidden is not None:
+        inputs, gradients = [*inputs, hidden], [*gradients, d_hidden]
+    return (_WithGradients.apply(value, gradients, *inputs) if inputs else value), losses
+
+
+def _leaves(result: Tensor) -> list[Tensor]:
+    """Every leaf of the graph of `result`."""
+    found: list[Tensor] = []
+    seen: set[Any] = set()
+    ahead: list[Any] = [result.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.append(node.variable)
+        ahead += [earlier for earlier, _ in node.next_functions]
+    return found
+
+
+class _WithGradients(torch.autograd.Function):
+    """`value`, whose gradients towards `inputs` are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        ctx.wanted = [_grad_dtype(tensor) for tensor in inputs]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *_scaled_gradients(ctx, grad))

@@ -1,17 +1,30 @@
 """The head module: finding it, leaving it out of the model's call, and running the loss inside its own call."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chunked_loss._fsdp_head import HeadCall, take_fp32_gradients
 
-Inner = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Projection = Callable[[Tensor], Tensor]
+"""Rows [C, D] to logits [C, V], each row for itself."""
+
+
+class LinearHead(NamedTuple):
+    """A head that computes `F.linear(rows, weight, bias)` and nothing else."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+Inner = Callable[[Tensor, LinearHead | Projection], Tensor]
 
 
 class HeadError(ValueError):
@@ -19,72 +32,168 @@ class HeadError(ValueError):
 
 
 def find_head(model: nn.Module, name: str) -> nn.Module:
-    """The submodule `name` of `model`, which must have a weight [V, D]."""
+    """The submodule `name` of `model`, which must have a weight of whatever name, its own or of a module inside it."""
     try:
         head = model.get_submodule(name)
     except AttributeError:
         children = ", ".join(child for child, _ in model.named_children())
         raise HeadError(f"head = {name!r}: the model has no such submodule; it has {children or 'none'}") from None
-    if not isinstance(getattr(head, "weight", None), Tensor):
+    if next(head.parameters(), None) is None:
         raise HeadError(f"head = {name!r}: {type(head).__name__} has no weight; give the output projection")
     return head
+
+
+def find_callable_head(model: nn.Module, name: str, *, recompute: bool = False) -> nn.Module:
+    """The head whose call `call_in_head` may stand in for; what it does to a row is kept, or it is refused here.
+
+    Reads modules and hooks only: no weight, so that no parametrization runs, and nothing on the device.
+
+    Raises:
+        HeadError: it names what of the head would be lost.
+    """
+    head = _without_torch_wrappers(find_head(model, name))
+    in_the_way = _what_would_be_lost(head)
+    if in_the_way is None and not _is_linear(head):
+        in_the_way = _what_cannot_be_chunked(head, recompute)
+    if in_the_way is not None:
+        raise HeadError(f"head = {name!r}: {type(head).__name__} {in_the_way}; or use CLMCrossEntropyLoss")
+    return head
+
+
+def _without_torch_wrappers(head: nn.Module) -> nn.Module:
+    """What torch.compile or activation checkpointing wrapped: they say how to compute it, and here the loss does."""
+    while type(head).__module__.startswith("torch.") and not isinstance(head, FSDPModule) and not _hooks(head):
+        inner = head._modules.get("_orig_mod", head._modules.get("_checkpoint_wrapped_module"))
+        if inner is None:
+            break
+        head = inner
+    return head
+
+
+def _is_linear(head: nn.Module) -> bool:
+    """By its code. FSDP and parametrizations make subclasses of nn.Linear that inherit its forward."""
+    return type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+
+
+def _what_would_be_lost(head: nn.Module) -> str | None:
+    """What acts on the logits, where the call gives the loss; hooks before forward act on the rows as always."""
+    if type(head).__call__ is not nn.Module.__call__:
+        return "has a __call__ of its own, which the loss would leave out: move what it does into forward"
+    for kind, hooks in _hooks(head).items():
+        for hook in hooks:
+            if kind != "forward pre-hook" and not _is_of_fsdp(hook):
+                return (
+                    f"has a {kind}, {_name(hook)}, which would get the loss where it expects the logits: remove it, or "
+                    "move what it does into the head's forward"
+                )
+    return None
+
+
+def _what_cannot_be_chunked(head: nn.Module, recompute: bool) -> str | None:
+    """Why a head with a forward of its own cannot be called on one chunk of rows after another."""
+    if recompute:
+        return "is more than a linear layer: recompute = True cannot differentiate it twice; leave it out"
+    for name, module in head.named_modules():
+        if isinstance(module, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)) and (
+            module is not head or not isinstance(module, FSDPModule)
+        ):
+            return (
+                f"holds {name or 'itself'}, a {type(module).__name__}, whose collectives would run for every chunk: "
+                "make the head as a whole the unit, with fully_shard"
+            )
+    for name, parameter in head.named_parameters():
+        if parameter._backward_hooks:
+            hook = next(iter(parameter._backward_hooks.values()))
+            return f"has a hook on the gradient of {name}, {_name(hook)}, which would run for every chunk: remove it"
+    return None
+
+
+def _hooks(head: nn.Module) -> dict[str, list[Callable]]:
+    """The hooks that its call would run, by kind; no kind without any."""
+    kinds = {
+        "forward pre-hook": head._forward_pre_hooks,
+        "forward hook": head._forward_hooks,
+        "backward pre-hook": head._backward_pre_hooks,
+        "backward hook": head._backward_hooks,
+    }
+    return {kind: list(hooks.values()) for kind, hooks in kinds.items() if hooks}
+
+
+def _is_of_fsdp(hook: Callable) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp.")
+
+
+def _name(hook: Callable) -> str:
+    return getattr(hook, "__qualname__", None) or type(hook).__qualname__
 
 
 def call_in_head(
     head: nn.Module, hidden: Tensor, inner: Inner, *, keep_head_unsharded: bool = False, recompute: bool = False
 ) -> Tensor:
-    """`inner(hidden, weight, bias)` as the head's forward: [] fp32, with its own autograd function on top.
+    """`inner(rows, what the head does)` as the head's forward: [] fp32, with its own autograd function on top.
 
-    FSDP's hooks gather the weight before and free it after, once, whatever `inner` does with it. As `inner` has
-    the gradients ready before backward (unless `recompute`), the weight is not gathered again there, and it asks
-    for an fp32 gradient, so that what is reduced over the ranks was never rounded.
+    Hooks before forward change the rows, and FSDP's gather the weight before and free it after, once, whatever `inner`
+    does with it. As `inner` has the gradients ready before backward (unless `recompute`), the weight is not gathered
+    again there, and it asks for an fp32 gradient, so that what is reduced over the ranks was never rounded.
     """
-    if not isinstance(head, FSDPModule):
-        with _replaced_forward(head, lambda rows: inner(rows, *_weights(head))):
-            return _checked(head(hidden))
-    call = HeadCall(head, gathers_in_backward=recompute, keeps_unsharded=keep_head_unsharded)
+    own_forward, is_linear = head.forward, _is_linear(head)
+    call = HeadCall(head, keeps_unsharded=keep_head_unsharded) if isinstance(head, FSDPModule) else None
 
     def forward(rows: Tensor) -> Tensor:
-        weight, bias = _weights(head)
-        take_fp32_gradients(weight, bias)
-        loss = inner(rows, weight, bias)
-        call.register(loss)
+        projection = _projection(head, is_linear, own_forward, rows.dim())
+        computed = isinstance(projection, LinearHead) and not projection.weight.is_leaf
+        if call is None:
+            return inner(rows, projection)
+        if not computed:  # else its dtype is that of the gradient, and FSDP wants one dtype for all
+            take_fp32_gradients(head.parameters())
+        loss = inner(rows, projection)
+        call.register(loss, gathers_in_backward=recompute or computed)
         return loss
 
-    with _replaced_forward(head, forward), call.in_forward():
-        loss = _checked(head(hidden))
-    call.finish(hidden)
-    return loss
-
-
-def _weights(head: nn.Module) -> tuple[Tensor, Tensor | None]:
-    weight, bias = head.weight, getattr(head, "bias", None)
-    assert isinstance(weight, Tensor)
-    if isinstance(weight, DTensor):
-        raise HeadError(
-            "the head's weight is still sharded while the head runs, so it belongs to an outer FSDP unit: make "
-            "the head a unit of its own (fully_shard(head), or separate_lm_head=True with fsdp_ep)"
-        )
-    return weight, bias
-
-
-def _checked(loss: Tensor) -> Tensor:
+    with _replaced_forward(head, forward), call.in_forward() if call is not None else nullcontext():
+        loss: Tensor = head(hidden)
     if loss.dtype not in (torch.float32, torch.float64):
         raise HeadError(
             f"the loss left the head as {loss.dtype}: its mixed-precision policy must not set output_dtype to less "
             "than float32"
         )
+    if call is not None:
+        call.finish(hidden)
     return loss
+
+
+def _projection(
+    head: nn.Module, is_linear: bool, own_forward: Callable[[Tensor], Tensor], dims: int
+) -> LinearHead | Projection:
+    """What the head does, while FSDP has gathered it. A weight that is computed is computed here, and once."""
+    if any(isinstance(parameter, DTensor) for parameter in head.parameters()):
+        raise HeadError(
+            "the head's weight is still sharded while the head runs, so it belongs to an outer FSDP unit: make "
+            "the head a unit of its own (fully_shard(head), or separate_lm_head=True with fsdp_ep)"
+        )
+    if is_linear:
+        weight: Any = head.weight
+        if not is_traceable_wrapper_subclass(weight):  # such as quantized ones, with products of their own
+            return LinearHead(weight, getattr(head, "bias", None))
+
+    def project(rows: Tensor) -> Tensor:
+        logits = own_forward(rows[(None,) * (dims - 2)]).flatten(0, -2)  # as many dims as its input has elsewhere
+        if len(logits) != len(rows):
+            raise HeadError(f"the head made {len(logits)} rows of {len(rows)}: it must make a row of logits of each")
+        return logits
+
+    return project
 
 
 @contextmanager
 def _replaced_forward(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """`forward` on this instance alone; hooks and the class stay as they are."""
-    before = vars(head).get("forward")
-    head.forward = forward
+    """`forward` on this instance alone, not through `head.compile()`; hooks and the class stay as they are."""
+    before, compiled_call = vars(head).get("forward"), head._compiled_call_impl
+    head.forward, head._compiled_call_impl = forward, None
     try:
         yield
     finally:
+        head._compiled_call_impl = compiled_call
         if before is None:
             del head.forward
         else:

@@ -1,5 +1,6 @@
 """`linear_cross_entropy`: the head's product and the cross entropy, chunk by chunk, with exact gradients."""
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from chunked_loss._chunk import ChunkKernel, ChunkLosses, Problem, Terms, cross_entropy_chunk
-from chunked_loss._gradients_in_forward import LossPerToken, SumOfLosses
+from chunked_loss._gradients_in_forward import LossPerToken, SumOfLosses, sum_of_projected_losses
 from chunked_loss._recomputing import recomputed_losses
 
 Reduction = Literal["mean", "sum", "none"]
@@ -128,7 +129,7 @@ def linear_cross_entropy(
     """
     _check_options(reduction, chunk_tokens, num_chunks, label_smoothing, softcap, denominator, accumulate_dtype)
     _check_tensors(hidden, weight, labels, bias, class_weight, token_weight)
-    _check_counts(weight, labels, vocab_size, valid_tokens)
+    _check_counts(weight.shape[0], labels, vocab_size, valid_tokens)
     vocab_size = weight.shape[0] if vocab_size is None else vocab_size
     dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else accumulate_dtype
     if class_weight is not None:
@@ -137,19 +138,44 @@ def linear_cross_entropy(
     row_weight = rows.weight
     if reduction == "mean":
         row_weight = row_weight / _denominator(rows, class_weight, denominator)
-    problem = Problem(
-        labels=rows.labels,
-        valid=rows.valid,
-        row_weight=row_weight,
-        terms=Terms(label_smoothing, z_loss, softcap, class_weight),
-        vocab_size=vocab_size,
-        chunk_tokens=chunk_tokens if num_chunks is None else max(1, -(-labels.numel() // num_chunks)),
-        kernel=core,
-    )
+    terms = Terms(label_smoothing, z_loss, softcap, class_weight)
+    chunk_rows = chunk_tokens if num_chunks is None else max(1, -(-labels.numel() // num_chunks))
+    problem = Problem(rows.labels, rows.valid, row_weight, terms, vocab_size, chunk_rows, core)
     value, losses = _value(rows.hidden, weight, bias, problem, reduction, recompute)
     if reduction == "none":
         value = _every_row(value, rows.kept, labels)
     return (value, _stats(losses, rows)) if return_stats else value
+
+
+def projected_cross_entropy(
+    hidden: Tensor,
+    project: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    *,
+    ignore_index: int,
+    chunk_tokens: int,
+    num_chunks: int | None,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    vocab_size: int | None,
+    core: ChunkKernel,
+) -> tuple[Tensor, LossStats]:
+    """The sum that `linear_cross_entropy` gives, of logits [C, V] = `project`(rows [C, D]) instead of a product."""
+    _check_options("sum", chunk_tokens, num_chunks, label_smoothing, softcap, None, torch.float32)
+    _check_labels_shape(hidden, labels)
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    rows = _rows(hidden, labels, None, ignore_index, None, dtype)
+    terms = Terms(label_smoothing, z_loss, softcap, None)
+    chunk_rows = chunk_tokens if num_chunks is None else max(1, -(-labels.numel() // num_chunks))
+    problem = Problem(rows.labels, rows.valid, rows.weight, terms, 0, chunk_rows, core)
+
+    def classes_of(rows_of_head: int) -> int:
+        _check_counts(rows_of_head, labels, vocab_size, None)
+        return rows_of_head if vocab_size is None else vocab_size
+
+    value, losses = sum_of_projected_losses(rows.hidden, project, problem, classes_of)
+    return value, _stats(losses, rows)
 
 
 def _check_options(
@@ -193,10 +219,7 @@ def _check_tensors(
             )
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}: must be [..., D] and [V, D]")
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"labels {tuple(labels.shape)}: must have hidden's shape without its last dim, {tuple(hidden.shape[:-1])}"
-        )
+    _check_labels_shape(hidden, labels)
     for name, vector in (("bias", bias), ("class_weight", class_weight)):
         if vector is not None and vector.shape != weight.shape[:1]:
             raise ValueError(f"{name} {tuple(vector.shape)}: must be [V] = [{weight.shape[0]}]")
@@ -209,9 +232,16 @@ def _check_tensors(
             raise ValueError(f"{name} requires a gradient, which is not formed: detach it")
 
 
-def _check_counts(weight: Tensor, labels: Tensor, vocab_size: int | None, valid_tokens: int | None) -> None:
-    if vocab_size is not None and not 1 <= vocab_size <= weight.shape[0]:
-        raise ValueError(f"vocab_size = {vocab_size}: must be between 1 and the rows of weight, {weight.shape[0]}")
+def _check_labels_shape(hidden: Tensor, labels: Tensor) -> None:
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels {tuple(labels.shape)}: must have hidden's shape without its last dim, {tuple(hidden.shape[:-1])}"
+        )
+
+
+def _check_counts(head_rows: int, labels: Tensor, vocab_size: int | None, valid_tokens: int | None) -> None:
+    if vocab_size is not None and not 1 <= vocab_size <= head_rows:
+        raise ValueError(f"vocab_size = {vocab_size}: must be between 1 and the rows of weight, {head_rows}")
     if valid_tokens is not None and not 0 <= valid_tokens <= labels.numel():
         raise ValueError(f"valid_tokens = {valid_tokens}: must be between 0 and the number of labels, {labels.numel()}")
 

@@ -86,7 +86,9 @@ def build_clm_cross_entropy(config: CLMCrossEntropyConfig, run: "Run") -> _HostL
 def build_chunked_clm_cross_entropy(config: ChunkedCLMCrossEntropyConfig, run: "Run") -> _HostLoss:
     from chunked_loss._clm import ChunkedCLMCrossEntropyLoss
 
-    return _HostLoss(ChunkedCLMCrossEntropyLoss(**attrs.asdict(config)))
+    loss = ChunkedCLMCrossEntropyLoss(**attrs.asdict(config))
+    loss.check_head(run.model)
+    return _HostLoss(loss)
 
 
 def build_compiled(config: CompiledLossConfig, run: "Run") -> Any:
