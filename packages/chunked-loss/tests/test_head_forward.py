@@ -157,6 +157,7 @@ HEADS = {
     "a parametrized weight": parametrized,
     "a normed weight": lambda: parametrizations.weight_norm(linear()),
     "a normed weight by hook": hook_style_weight_norm,
+    "a normed weight by hook in a subclass": lambda: torch.nn.utils.weight_norm(ScaledLinear(D, V)),
     "checkpointed": lambda: checkpoint_wrapper(linear()),
     "a checkpointed adapter": lambda: checkpoint_wrapper(LoraWrapper(linear())),
     "compiled": lambda: torch.compile(linear(), backend="eager"),

@@ -144,8 +144,7 @@ def call_in_head(
         computed = isinstance(projection, LinearHead) and not projection.weight.is_leaf
         if call is None:
             return inner(rows, projection)
-        if not computed:  # else its dtype is that of the gradient, and FSDP wants one dtype for all
-            take_fp32_gradients(head.parameters())
+        take_fp32_gradients(head.parameters())
         loss = inner(rows, projection)
         call.register(loss, gathers_in_backward=recompute or computed)
         return loss
