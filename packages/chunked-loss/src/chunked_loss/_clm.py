@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from chunked_loss._chunk import ChunkKernel, cross_entropy_chunk
 from chunked_loss._fsdp_head import resharded_on_exception
 from chunked_loss._head import LinearHead, Projection, call_in_head, find_callable_head, skip_lm_head
+from chunked_loss._labels import as_labels, check_labels
 from chunked_loss._linear_cross_entropy import LossStats, linear_cross_entropy, projected_cross_entropy
 
 Compile = Callable[[Callable], Callable]
@@ -49,7 +50,12 @@ def clm_cross_entropy_loss_sum(
 
     Returns:
         [] fp32; 0.0 with a graph where all labels are ignored.
+
+    Raises:
+        ValueError: a label out of its range on the CPU. A device stops with an assertion then.
     """
+    labels = as_labels(labels)
+    check_labels(labels, logits.shape[-1], ignore_index)
     cross_entropy, of_z = _sums(logits, labels, ignore_index, label_smoothing, z_loss)
     return cross_entropy if of_z is None else cross_entropy + of_z
 
@@ -68,7 +74,7 @@ def clm_cross_entropy_loss(
         logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss
     )
     if denominator is None:
-        denominator = (labels != ignore_index).sum().clamp(min=1)
+        denominator = (as_labels(labels) != ignore_index).sum().clamp(min=1)
     return total / denominator
 
 
@@ -116,6 +122,7 @@ class CLMCrossEntropyLoss:
     def __call__(self, model: nn.Module, batch: Batch) -> LossOutput:
         labels = _aligned(batch.labels, self.shift, self.ignore_index)
         logits = model(batch.tokens, document_ids=batch.document_ids)
+        check_labels(labels, logits.shape[-1], self.ignore_index)
         cross_entropy, z_loss = self.core(logits, labels, self.ignore_index, self.label_smoothing, self.z_loss)
         parts = {"cross_entropy": cross_entropy.detach()}
         if z_loss is not None:
@@ -230,6 +237,7 @@ class ChunkedCLMCrossEntropyLoss:
 
 
 def _aligned(labels: Tensor, shift: bool, ignore_index: int) -> Tensor:
+    labels = as_labels(labels)
     if not shift:
         return labels
     nothing = torch.full_like(labels[:, :1], ignore_index)

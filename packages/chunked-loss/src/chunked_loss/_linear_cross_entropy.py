@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from chunked_loss._chunk import ChunkKernel, ChunkLosses, Problem, Terms, cross_entropy_chunk
 from chunked_loss._gradients_in_forward import LossPerToken, SumOfLosses, sum_of_projected_losses
+from chunked_loss._labels import as_labels, check_labels, kept_rows
 from chunked_loss._recomputing import recomputed_losses
 
 Reduction = Literal["mean", "sum", "none"]
@@ -100,7 +101,7 @@ def linear_cross_entropy(
     Args:
         hidden: [..., D], any floating dtype.
         weight: [V, D]; a plain tensor. For a sharded head, call its module: `ChunkedCLMCrossEntropyLoss`.
-        labels: [...] int64, the classes, on hidden's device or the CPU; `ignore_index` counts nowhere.
+        labels: [...] int64 (or smaller), the classes, on hidden's device or the CPU; `ignore_index` counts nowhere.
         bias: [V].
         reduction: "sum"; "mean": sum / sum_t token_weight_t class_weight_{y_t}, 0.0 if nothing counts;
             "none": one value per token, whose gradient is computed again in backward.
@@ -124,13 +125,16 @@ def linear_cross_entropy(
         [] (or [...] for "none") fp32, or fp64 for fp64 inputs; with `return_stats` a pair.
 
     Raises:
-        ValueError: shapes that do not fit, or an option out of its range.
+        ValueError: shapes that do not fit, or an option out of its range; a label out of its range on the CPU. A device
+            stops with an assertion then, without a synchronisation before.
         RuntimeError: backward with create_graph=True, without `recompute`.
     """
     _check_options(reduction, chunk_tokens, num_chunks, label_smoothing, softcap, denominator, accumulate_dtype)
     _check_tensors(hidden, weight, labels, bias, class_weight, token_weight)
     _check_counts(weight.shape[0], labels, vocab_size, valid_tokens)
     vocab_size = weight.shape[0] if vocab_size is None else vocab_size
+    labels = as_labels(labels)
+    check_labels(labels, vocab_size, ignore_index)
     dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else accumulate_dtype
     if class_weight is not None:
         class_weight = class_weight[:vocab_size].to(dtype)
@@ -164,6 +168,7 @@ def projected_cross_entropy(
     """The sum that `linear_cross_entropy` gives, of logits [C, V] = `project`(rows [C, D]) instead of a product."""
     _check_options("sum", chunk_tokens, num_chunks, label_smoothing, softcap, None, torch.float32)
     _check_labels_shape(hidden, labels)
+    labels = as_labels(labels)
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     rows = _rows(hidden, labels, None, ignore_index, None, dtype)
     terms = Terms(label_smoothing, z_loss, softcap, None)
@@ -172,7 +177,9 @@ def projected_cross_entropy(
 
     def classes_of(rows_of_head: int) -> int:
         _check_counts(rows_of_head, labels, vocab_size, None)
-        return rows_of_head if vocab_size is None else vocab_size
+        classes = rows_of_head if vocab_size is None else vocab_size
+        check_labels(labels, classes, ignore_index)
+        return classes
 
     value, losses = sum_of_projected_losses(rows.hidden, project, problem, classes_of)
     return value, _stats(losses, rows)
@@ -281,32 +288,6 @@ def _rows(
     valid = labels != ignore_index
     weight = valid.to(dtype) if weight is None else torch.where(valid, weight, 0)
     return _Rows(hidden, torch.where(valid, labels, 0), valid, weight, kept)
-
-
-def kept_rows(valid: Tensor, valid_tokens: int | None, *, on_host: bool) -> Tensor | None:
-    """Indices of the rows to compute, in order and every valid one among them; None for all rows.
-
-    Args:
-        valid: [T] bool.
-        valid_tokens: how many are True, if the host knows.
-        on_host: `valid` may be read without a synchronisation.
-
-    Raises:
-        ValueError: `valid_tokens` is too small, where that can be read. Elsewhere the device raises RuntimeError, when
-            it gets there.
-    """
-    if torch.compiler.is_compiling():  # the number of rows would depend on data
-        return None
-    if on_host:
-        count = int(valid.sum())
-        if valid_tokens is not None and valid_tokens < count:
-            raise ValueError(f"valid_tokens = {valid_tokens}: {count} labels are valid")
-        return None if count == len(valid) else valid.nonzero()[:, 0]
-    if valid_tokens is None or valid_tokens >= len(valid):
-        return None
-    torch._assert_async(valid.sum() <= valid_tokens, f"more labels are valid than valid_tokens = {valid_tokens}")
-    first_the_valid = torch.argsort(valid.logical_not().to(torch.uint8), stable=True)
-    return first_the_valid[:valid_tokens]
 
 
 def _denominator(rows: _Rows, class_weight: Tensor | None, given: Tensor | float | None) -> Tensor | float:
