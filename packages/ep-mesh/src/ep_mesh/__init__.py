@@ -7,19 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ep_mesh._config import MeshConfig as MeshConfig
-    from ep_mesh._config import MeshConfigError as MeshConfigError
+    from ep_mesh._layout import MeshConfig as MeshConfig
+    from ep_mesh._layout import MeshConfigError as MeshConfigError
+    from ep_mesh._layout import RankRow as RankRow
+    from ep_mesh._layout import rank_table as rank_table
     from ep_mesh._mesh import build_mesh as build_mesh
     from ep_mesh._mesh import resolve_sub_mesh as resolve_sub_mesh
-    from ep_mesh._rank_table import RankRow as RankRow
-    from ep_mesh._rank_table import rank_table as rank_table
 
 _HOME = {
-    "MeshConfig": "ep_mesh._config",
-    "MeshConfigError": "ep_mesh._config",
-    "RankRow": "ep_mesh._rank_table",
+    "MeshConfig": "ep_mesh._layout",
+    "MeshConfigError": "ep_mesh._layout",
+    "RankRow": "ep_mesh._layout",
     "build_mesh": "ep_mesh._mesh",
-    "rank_table": "ep_mesh._rank_table",
+    "rank_table": "ep_mesh._layout",
     "resolve_sub_mesh": "ep_mesh._mesh",
 }
 

@@ -4,8 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ep_mesh._config import REST, MeshConfig, MeshConfigError
-from ep_mesh._rank_table import RankRow, rank_table
+import attrs
+
+from ep_mesh._layout import REST, MeshConfig, MeshConfigError, RankRow, rank_table
 
 _EXIT_USAGE = 2
 
@@ -13,13 +14,10 @@ _EXIT_USAGE = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, or 2 where the degrees break a rule."""
     options = _parser().parse_args(arguments)
-    dp_shard = REST if options.dp_shard is None else options.dp_shard
-    dp_replicate = options.dp_replicate
-    if dp_replicate is None:  # what is left, unless dp_shard takes it
-        dp_replicate = 1 if dp_shard == REST else REST
+    if options.dp_replicate is None:  # what is left, unless dp_shard takes it
+        options.dp_replicate = 1 if options.dp_shard == REST else REST
     try:
-        degrees = {name: getattr(options, name) for name in ("ep", "tp", "pp", "cp")}
-        config = MeshConfig(dp_replicate=dp_replicate, dp_shard=dp_shard, **degrees)
+        config = MeshConfig(**{field.name: getattr(options, field.name) for field in attrs.fields(MeshConfig)})
         broken = config.broken_rules(options.world_size, options.num_experts)
     except MeshConfigError as error:
         broken = [error]
@@ -36,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="print a table: rank, coordinates, experts, data shard, peers")
     show.add_argument("--world-size", type=int, required=True, help="number of ranks")
-    show.add_argument("--dp-shard", type=int, help="default: what is left of the world")
+    show.add_argument("--dp-shard", type=int, default=REST, help="default: what is left of the world")
     show.add_argument("--dp-replicate", type=int, help="default: what is left of the world if --dp-shard is given")
     for degree in ("ep", "tp", "pp", "cp"):
         show.add_argument(f"--{degree}", type=int, default=1, help="default: 1")

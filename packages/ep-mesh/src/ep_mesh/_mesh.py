@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ep_mesh._config import MeshConfig, MeshConfigError
+from ep_mesh._layout import MeshConfig, MeshConfigError
 
 _ALIASES = {
     "dp_shard": ("dp_shard_mod_ep", "ep"),

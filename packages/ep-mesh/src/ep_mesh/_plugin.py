@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ep_mesh._config import MeshConfig
+from ep_mesh._layout import MeshConfig
 from moe_core.plugins import Component, Problem, hookimpl
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
-"""Parallel degrees, and the rules that hold between them. Pure: no torch, no process group."""
+"""Parallel degrees, the rules between them, and what they make of each rank. Pure: no torch, no process group."""
 
+import itertools
 import math
 from typing import Any
 
@@ -23,16 +24,11 @@ class MeshConfigError(ValueError):
     """
 
     def __init__(self, key: str, value: object, rule: str, hint: str) -> None:
-        super().__init__(f"{key} = {value!r}: {rule} ({hint})")
-        self.key = key
-        self.value = value
-        self.rule = rule
-        self.hint = hint
+        super().__init__(key, value, rule, hint)
+        self.key, self.value, self.rule, self.hint = key, value, rule, hint
 
-    def __reduce__(self) -> tuple[type["MeshConfigError"], tuple[str, object, str, str]]:
-        # the default passes the one message to a constructor of four arguments: an error could not travel
-        # from a worker process
-        return type(self), (self.key, self.value, self.rule, self.hint)
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value!r}: {self.rule} ({self.hint})"
 
 
 def _is_degree(_: object, attribute: "attrs.Attribute[int]", value: Any) -> None:
@@ -79,7 +75,9 @@ class MeshConfig:
         `ep` is the innermost of the data-parallel ones, so an all-to-all spans consecutive ranks. `pp`, `cp`
         and `tp` are axes only where they are larger than 1.
         """
-        self._refuse_unresolved()
+        for key in _INFERABLE:
+            if getattr(self, key) == REST:
+                raise MeshConfigError(key, REST, "is not resolved", "call config.resolve(world_size) first")
         sizes = {
             "pp": self.pp,
             "dp_replicate": self.dp_replicate,
@@ -117,23 +115,18 @@ class MeshConfig:
 
         A rule is left out where another one that is broken leaves its numbers open.
         """
-        resolved = self
-        broken = [self._world_size_rule(world_size) or self._rest_rule(world_size)]
-        if broken == [None]:
-            resolved = self._fill_rest(world_size)
-            broken += [self._model_parallel_rule(), resolved._product_rule(world_size)]
-        else:
-            broken.append(self._model_parallel_rule())
+        open_rule = self._rest_rule(world_size)
+        resolved = self if open_rule else self._fill_rest(world_size)
+        broken = [open_rule, self._model_parallel_rule()]
+        if not open_rule:
+            broken.append(resolved._product_rule(world_size))
         if resolved.dp_shard != REST:
             broken += [resolved._divisor_rule(), resolved._expert_rule(num_experts)]
         return [rule for rule in broken if rule is not None]
 
-    def _world_size_rule(self, world_size: int) -> MeshConfigError | None:
-        if world_size >= 1:
-            return None
-        return MeshConfigError("world_size", world_size, "must be at least 1", "it is the number of ranks")
-
     def _rest_rule(self, world_size: int) -> MeshConfigError | None:
+        if world_size < 1:
+            return MeshConfigError("world_size", world_size, "must be at least 1", "it is the number of ranks")
         unknown = [key for key in _INFERABLE if getattr(self, key) == REST]
         if len(unknown) > 1:
             rule = "only one of dp_replicate and dp_shard may be -1"
@@ -186,23 +179,83 @@ class MeshConfig:
             return None
         if num_experts < 1:
             return MeshConfigError("num_experts", num_experts, "must be at least 1", "experts in one layer")
-        counts = [len(experts) for experts in expert_ranges(num_experts, self.ep)]
+        counts = [len(experts) for experts in _expert_ranges(num_experts, self.ep)]
         if min(counts) > 0:
             return None
         shown = ", ".join(map(str, counts[:8])) + (", ..." if len(counts) > 8 else "")
         rule = f"leaves a rank without an expert: {num_experts} experts on {self.ep} ranks are {shown}"
-        good = [d for d in _divisors(self.dp_shard) if len(expert_ranges(num_experts, d)[-1])]
-        return MeshConfigError(
-            "ep", self.ep, rule, f"degrees that work with dp_shard = {self.dp_shard}: {_listed(good)}"
+        good = [d for d in _divisors(self.dp_shard) if len(_expert_ranges(num_experts, d)[-1])]
+        hint = f"degrees that work with dp_shard = {self.dp_shard}: {_listed(good)}"
+        return MeshConfigError("ep", self.ep, rule, hint)
+
+
+@attrs.frozen
+class RankRow:
+    """One rank's place in the mesh. Peers include the rank itself, in the order of the process group."""
+
+    rank: int
+    coordinates: dict[str, int]
+    """Axis -> position, outermost axis first."""
+    dp_shard: int
+    """Position in `dp_shard`: which FSDP shard of all but the experts this rank holds."""
+    data_shard: int
+    """Position in `dp`: which part of the data this rank reads. Ranks of one ep group read different parts."""
+    experts: range | None
+    """The experts that this rank runs; None without `num_experts`."""
+    all_to_all_peers: tuple[int, ...]
+    """Ranks that it exchanges tokens with (axis `ep`)."""
+    gather_peers: tuple[int, ...]
+    """Ranks that FSDP gathers its parameters from (`dp_shard`)."""
+    expert_gather_peers: tuple[int, ...]
+    """Ranks that FSDP gathers its experts from (`dp_shard_mod_ep`)."""
+
+
+def rank_table(config: MeshConfig, world_size: int, num_experts: int | None = None) -> list[RankRow]:
+    """One row for each rank of `config` on `world_size` ranks, in the order of ranks.
+
+    Args:
+        config: degrees; -1 is resolved here.
+        world_size: number of ranks.
+        num_experts: experts in a layer; fills `RankRow.experts`.
+
+    Raises:
+        MeshConfigError: as `MeshConfig.resolve`.
+    """
+    resolved = config.resolve(world_size, num_experts)
+    axes = resolved.axes
+    places = [dict(zip(axes, place, strict=True)) for place in itertools.product(*map(range, axes.values()))]
+    owned = _expert_ranges(num_experts, resolved.ep) if num_experts is not None else None
+
+    ep_groups, expert_groups = _groups(places, "ep"), _groups(places, "dp_shard_mod_ep")
+    shard_groups = _groups(places, "dp_shard_mod_ep", "ep")
+    rows = []
+    for rank, place in enumerate(places):
+        dp_shard = place["dp_shard_mod_ep"] * resolved.ep + place["ep"]
+        rows.append(
+            RankRow(
+                rank=rank,
+                coordinates=place,
+                dp_shard=dp_shard,
+                data_shard=place["dp_replicate"] * resolved.dp_shard + dp_shard,
+                experts=owned[place["ep"]] if owned else None,
+                all_to_all_peers=ep_groups[rank],
+                gather_peers=shard_groups[rank],
+                expert_gather_peers=expert_groups[rank],
+            )
         )
-
-    def _refuse_unresolved(self) -> None:
-        for key in _INFERABLE:
-            if getattr(self, key) == REST:
-                raise MeshConfigError(key, REST, "is not resolved", "call config.resolve(world_size) first")
+    return rows
 
 
-def expert_ranges(num_experts: int, ep: int) -> list[range]:
+def _groups(places: list[dict[str, int]], *along: str) -> list[tuple[int, ...]]:
+    """By rank: the ranks that differ from it in the axes `along` only, itself included."""
+    fixed = [tuple(index for axis, index in place.items() if axis not in along) for place in places]
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank, key in enumerate(fixed):
+        members.setdefault(key, []).append(rank)
+    return [tuple(members[key]) for key in fixed]
+
+
+def _expert_ranges(num_experts: int, ep: int) -> list[range]:
     """The experts of each of `ep` ranks, as `torch.chunk` and `Shard(0)` divide them; later ones may be empty."""
     size = -(-num_experts // ep)
     return [range(min(i * size, num_experts), min((i + 1) * size, num_experts)) for i in range(ep)]
