@@ -283,7 +283,7 @@ def test_check_splits_names_what_differs_instead_of_hanging():
 
 
 def disagree_on_splits():
-    from ep_dispatch._all_to_all import _check
+    from ep_dispatch._dispatchers import _check
     from ep_dispatch._exchange import Splits
 
     rank = dist.get_rank()

@@ -4,20 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ep_dispatch._all_to_all import AllToAllDispatcher as AllToAllDispatcher
-    from ep_dispatch._experts_wrapper import ExpertParallelGroupedExperts as ExpertParallelGroupedExperts
-    from ep_dispatch._local import LocalDispatcher as LocalDispatcher
+    from ep_dispatch._dispatchers import AllToAllDispatcher as AllToAllDispatcher
+    from ep_dispatch._dispatchers import LocalDispatcher as LocalDispatcher
+    from ep_dispatch._dispatchers import PlannedDispatcher as PlannedDispatcher
+    from ep_dispatch._expert_stacks import ExpertParallelGroupedExperts as ExpertParallelGroupedExperts
+    from ep_dispatch._expert_stacks import shard_experts as shard_experts
     from ep_dispatch._permute import build_permute_indices as build_permute_indices
-    from ep_dispatch._planned import PlannedDispatcher as PlannedDispatcher
-    from ep_dispatch._shard import shard_experts as shard_experts
 
 _HOME = {
-    "AllToAllDispatcher": "ep_dispatch._all_to_all",
-    "ExpertParallelGroupedExperts": "ep_dispatch._experts_wrapper",
-    "LocalDispatcher": "ep_dispatch._local",
-    "PlannedDispatcher": "ep_dispatch._planned",
+    "AllToAllDispatcher": "ep_dispatch._dispatchers",
+    "ExpertParallelGroupedExperts": "ep_dispatch._expert_stacks",
+    "LocalDispatcher": "ep_dispatch._dispatchers",
+    "PlannedDispatcher": "ep_dispatch._dispatchers",
     "build_permute_indices": "ep_dispatch._permute",
-    "shard_experts": "ep_dispatch._shard",
+    "shard_experts": "ep_dispatch._expert_stacks",
 }
 
 __all__ = sorted(_HOME)

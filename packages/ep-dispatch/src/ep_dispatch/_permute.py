@@ -73,6 +73,14 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> SortedChoices:
     return SortedChoices(place, inverse_permutation(place).view_as(expert_ids), bounds[:-1].diff(), invalid)
 
 
+def home_order(expert_ids: Tensor, choices: SortedChoices, num_rows: int, num_experts: int) -> HomeOrder:
+    """Of the first `num_rows` sorted choices; those past them are of E, and have none."""
+    place, row, top_k = choices.place[:num_rows], choices.row, max(expert_ids.shape[1], 1)
+    if num_rows == expert_ids.numel():
+        return HomeOrder(place // top_k, place, row, None)
+    return HomeOrder(place // top_k, place, row.clamp(max=max(num_rows - 1, 0)), expert_ids != num_experts)
+
+
 def check_shapes(hidden: Tensor, expert_ids: Tensor) -> None:
     """Raises ValueError unless they are [T, D] and integers [T, K]."""
     if hidden.dim() != 2 or expert_ids.dim() != 2 or len(hidden) != len(expert_ids):

@@ -38,19 +38,19 @@ class ExpertParallelizedConfig:
 
 
 def build_local(config: LocalConfig, run: "Run") -> "Dispatcher":
-    from ep_dispatch._local import LocalDispatcher
+    from ep_dispatch._dispatchers import LocalDispatcher
 
     return LocalDispatcher()
 
 
 def build_all_to_all(config: AllToAllConfig, run: "Run") -> "Dispatcher":
-    from ep_dispatch._all_to_all import AllToAllDispatcher
+    from ep_dispatch._dispatchers import AllToAllDispatcher
 
     return AllToAllDispatcher(run.sub_mesh("ep"), dedup=config.dedup, check_splits=config.check_splits)
 
 
 def expert_parallelized(config: ExpertParallelizedConfig, run: "Run") -> "nn.Module":
-    from ep_dispatch._shard import shard_experts
+    from ep_dispatch._expert_stacks import shard_experts
 
     dispatcher = None if config.dispatcher is None else config.dispatcher.build(run)
     return shard_experts(run.model, run.sub_mesh("ep"), dispatcher=dispatcher)
@@ -73,15 +73,9 @@ def moe_validate(config: "Config", world_size: int) -> list[Problem]:
     """Experts that are split need a dispatcher that travels, and the transform that splits them."""
     degree: Any = getattr(config["mesh"].config, "ep", 1)
     transforms = {selected.name: selected.config for selected in config["transform"]}
-    problems = []
     chosen = getattr(transforms.get("expert_parallelized"), "dispatcher", None)
-    if degree > 1 and chosen is not None and chosen.name == "local":
-        problems.append(
-            Problem(
-                key="transform.expert_parallelized.dispatcher.type",
-                value="local",
-                rule=f"must bring tokens to other ranks where mesh.ep = {degree}",
-                hint='use "all_to_all", or leave it out',
-            )
-        )
-    return problems
+    if degree == 1 or chosen is None or chosen.name != "local":
+        return []
+    rule = f"must bring tokens to other ranks where mesh.ep = {degree}"
+    key = "transform.expert_parallelized.dispatcher.type"
+    return [Problem(key, rule, value="local", hint='use "all_to_all", or leave it out')]

@@ -1,5 +1,6 @@
-"""The dispatcher that sends tokens to the ranks which hold their experts."""
+"""The dispatchers: tokens grouped by expert on this rank, or sent to the ranks which hold their experts, and back."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ep_dispatch._permute import (
     build_permute_indices,
     check_shapes,
     check_weights,
+    home_order,
     inverse_permutation,
     sort_by_expert,
 )
@@ -23,6 +25,41 @@ from ep_dispatch._split import chunk_size, owned_experts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+class LocalDispatched(NamedTuple):
+    """Complete at once."""
+
+    rows: Tensor
+    """[T*K, D] grouped by expert; rows of masked choices lie past the last expert's."""
+    tokens_per_expert: Tensor
+    """[E] int64."""
+    handle: HomeOrder
+
+    def wait(self) -> "LocalDispatched":
+        return self
+
+
+class LocalDispatcher:
+    """Groups tokens by expert and back, without communication and without a host sync."""
+
+    def dispatch(self, hidden: Tensor, expert_ids: Tensor, num_experts: int) -> LocalDispatched:
+        """[T, D], [T, K] int64 in 0..E (E sends nothing) -> rows [T*K, D].
+
+        Raises:
+            ValueError: the shapes do not fit together.
+            RuntimeError: an id is not in 0..E; without a host sync, so on an accelerator when it gets there.
+        """
+        check_shapes(hidden, expert_ids)
+        choices = sort_by_expert(expert_ids, num_experts)
+        torch._assert_async(choices.invalid == 0, f"expert_ids must be in 0..num_experts = {num_experts}")
+        order = home_order(expert_ids, choices, expert_ids.numel(), num_experts)
+        return LocalDispatched(Gather.apply(hidden, order), choices.counts, order)
+
+    def combine(self, rows: Tensor, expert_weights: Tensor, handle: HomeOrder) -> Tensor:
+        """[T*K, D], [T, K] -> [T, D] in the rows' dtype; sums in fp32 over K in order."""
+        check_weights(expert_weights, handle)
+        return WeightedSum.apply(rows, expert_weights, handle)
 
 
 class SplitMismatchError(ValueError):
@@ -124,11 +161,10 @@ class AllToAllDispatcher:
         """
         check_shapes(hidden, expert_ids)
         choices = sort_by_expert(expert_ids, num_experts)
-        sent_counts = choices.counts
         received_counts, splits, host_counts = self._exchange_counts(choices, num_experts)
         if self.check_splits:
             _check(splits, hidden, num_experts)
-        order = _home_order(expert_ids, choices, sum(splits.sent), num_experts)
+        order = home_order(expert_ids, choices, sum(splits.sent), num_experts)
         flight = Flight(splits, hidden.device)
         pending = Start.apply(Gather.apply(hidden, order), flight.anchor, flight)
         by_expert = build_permute_indices(received_counts, sum(splits.received))
@@ -138,7 +174,7 @@ class AllToAllDispatcher:
             inverse_permutation(by_expert),
             splits,
             tokens_per_expert=received_counts.sum(0),
-            local_tokens_per_expert=sent_counts,
+            local_tokens_per_expert=choices.counts,
         )
         return AllToAllDispatched(pending, flight, handle, host_counts)
 
@@ -177,14 +213,6 @@ def _refuse_invalid(by_rank: list[int], num_experts: int) -> None:
         )
 
 
-def _home_order(expert_ids: Tensor, choices: SortedChoices, num_rows: int, num_experts: int) -> HomeOrder:
-    place, row, top_k = choices.place, choices.row, max(expert_ids.shape[1], 1)
-    if num_rows == place.shape[0]:
-        return HomeOrder(place // top_k, place, row, None)
-    place = place[:num_rows]
-    return HomeOrder(place // top_k, place, row.clamp(max=max(num_rows - 1, 0)), expert_ids != num_experts)
-
-
 def _check(splits: Splits, hidden: Tensor, num_experts: int) -> None:
     """All ranks learn what each of them sends and expects; a disagreement raises on all of them."""
     degree = len(splits.sent)
@@ -202,3 +230,39 @@ def _check(splits: Splits, hidden: Tensor, num_experts: int) -> None:
             f"expert-parallel rank {source} sends {int(sent[source, target])} rows to rank {target}, which expects "
             f"{int(received[target, source])}"
         )
+
+
+class _Axis:
+    """As much of a mesh, and of its group, as a dispatcher asks of it, without a process group."""
+
+    ndim = 1
+    group_name = "planned"
+
+
+class PlannedDispatcher(AllToAllDispatcher):
+    """All that `AllToAllDispatcher` does on one rank but the exchange of counts, for tensors on the meta device.
+
+    The same operators run on buffers of the same sizes, forward and backward, so their shapes and lifetimes can be
+    measured before there are any ranks.
+    """
+
+    def __init__(self, sent: Sequence[int], received: Sequence[int], num_local_experts: int) -> None:
+        """
+        Args:
+            sent: rows that this rank sends to each rank of the ep axis; their sum is at most T*K.
+            received: rows that it gets from each.
+            num_local_experts: e, those of this rank.
+
+        Raises:
+            ValueError: `sent` and `received` are of different lengths.
+        """
+        if len(sent) != len(received):
+            raise ValueError(f"sent has {len(sent)} ranks and received {len(received)}: they must be the same ranks")
+        super().__init__(_Axis())  # type: ignore[arg-type]  # stands for a DeviceMesh
+        self._splits = Splits(list(sent), list(received), _Axis())  # type: ignore[arg-type]  # and for its group
+        self._num_local_experts = num_local_experts
+
+    def _exchange_counts(self, choices: SortedChoices, num_experts: int) -> tuple[Tensor, Splits, Tensor]:
+        shape = (len(self._splits.received), self._num_local_experts)
+        received = torch.empty(shape, dtype=torch.int64, device="meta")
+        return received, self._splits, received.sum(0)
