@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_ep._checkpointing import apply_activation_checkpointing as apply_activation_checkpointing
-    from fsdp_ep._errors import ShardingError as ShardingError
     from fsdp_ep._fully_shard import fully_shard_moe as fully_shard_moe
     from fsdp_ep._gradients import all_reduce_gradients as all_reduce_gradients
     from fsdp_ep._gradients import set_requires_gradient_sync as set_requires_gradient_sync
+    from fsdp_ep._units import ShardingError as ShardingError
     from fsdp_ep._units import Units as Units
     from fsdp_ep._units import find_embedding as find_embedding
     from fsdp_ep._units import find_units as find_units
 
 _HOME = {
-    "ShardingError": "fsdp_ep._errors",
+    "ShardingError": "fsdp_ep._units",
     "Units": "fsdp_ep._units",
     "all_reduce_gradients": "fsdp_ep._gradients",
     "apply_activation_checkpointing": "fsdp_ep._checkpointing",

@@ -1,6 +1,7 @@
 """`fully_shard_moe`: FSDP2 over a model whose expert stacks live on another mesh."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -9,12 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from fsdp_ep._errors import ShardingError
-from fsdp_ep._gradients import set_gradient_scale
-from fsdp_ep._prefetch import set_prefetch
+from fsdp_ep._gradients import fill_unused_gradients, set_gradient_scale
 from fsdp_ep._unit_rules import ShardPlacement, check_dtypes, check_placements, check_ties, owned_parameters
-from fsdp_ep._units import find_units
-from fsdp_ep._unused_parameters import fill_unused_gradients
+from fsdp_ep._units import ShardingError, Units, find_units
 
 
 def fully_shard_moe(
@@ -77,7 +75,10 @@ def fully_shard_moe(
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ShardingError("model", type(model).__name__, "has FSDP units already", "shard a model only once")
-    policy = _reducing_in_fp32(mp_policy or MixedPrecisionPolicy())
+    policy = mp_policy or MixedPrecisionPolicy()
+    if policy.reduce_dtype is None and policy.param_dtype in (torch.bfloat16, torch.float16):
+        # FSDP's own default is the dtype of the parameters, which loses small gradients of many ranks in a sum
+        policy = dataclasses.replace(policy, reduce_dtype=torch.float32)
     units = find_units(
         model,
         ep_mesh=ep_mesh,
@@ -116,10 +117,10 @@ def fully_shard_moe(
     if units.head is not None:
         _unit(units.head, dp_mesh, dp_mesh.size(), policy, False, shared)
     _unit(model, dp_mesh, dp_mesh.size(), policy, None if reshard_after_forward else False, shared)
-    set_prefetch(model, units)
-    inner_units = {module for modules in groups for module in modules}
-    for unit in [*([module] for module in [*units.experts, *units.blocks]), units.islands]:
-        fill_unused_gradients(unit, inner_units)
+    _set_prefetch(model, units)
+    for index, unit in enumerate(groups):
+        if unit[0] not in (units.embedding, units.head):
+            fill_unused_gradients(unit, [owned for owned in parameters if owned.unit == index])
     return model
 
 
@@ -135,13 +136,6 @@ def _unit(
     fully_shard(wrapped, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, **shared)
     first = wrapped[0] if isinstance(wrapped, list) else wrapped
     set_gradient_scale(cast(FSDPModule, first), mesh, dp_size)
-
-
-def _reducing_in_fp32(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """FSDP's own default is the dtype of the parameters, which loses small gradients of many ranks in a sum."""
-    if policy.reduce_dtype is None and policy.param_dtype in (torch.bfloat16, torch.float16):
-        return dataclasses.replace(policy, reduce_dtype=torch.float32)
-    return policy
 
 
 def _without_casts(policy: MixedPrecisionPolicy, param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
@@ -160,3 +154,32 @@ def _check_meshes(dp_mesh: DeviceMesh, ep_mesh: DeviceMesh, expert_dp_mesh: Devi
     if expert_dp_mesh.size() * ep_mesh.size() != dp_mesh.size():
         rule = f"times the {ep_mesh.size()} ranks of ep_mesh must be the {dp_mesh.size()} ranks of dp_mesh"
         raise ShardingError("expert_dp_mesh.size()", expert_dp_mesh.size(), rule, "carve ep out of the shard axis")
+
+
+def _set_prefetch(model: nn.Module, units: Units) -> None:
+    """Let each block gather the next one together with its experts, in forward and in backward.
+
+    Only where there are expert units. Their dispatch waits for a transfer to the host, so the host cannot run
+    ahead and issue the next gather early, as FSDP counts on. And left alone it foresees one unit in backward, so
+    that a block would gather its own experts only when it needs them.
+
+    PyTorch 2.13 can also keep parameters of two meshes in one unit, by what `shard_placement_fn` returns, and
+    gathers them together. 2.11 cannot, and two units leave each its own precision and gradient scale.
+
+    Source: TorchTitan sets the same by hand for its models.
+    """
+    if not units.experts:
+        return
+    experts = {id(module) for module in units.experts}
+    groups = [
+        cast(list[FSDPModule], [block, *(m for m in block.modules() if m is not block and id(m) in experts)])
+        for block in units.blocks
+    ]
+    # the root runs first, and the embedding inside it; a head of its own starts backward, else the root does
+    first, last = cast(FSDPModule, units.embedding or model), cast(FSDPModule, units.head or model)
+    forward = [[first], *groups]
+    backward = [[last], *reversed(groups), *([[first]] if units.embedding is not None else [])]
+    for here, ahead in itertools.pairwise(forward):
+        here[0].set_modules_to_forward_prefetch(ahead)
+    for here, ahead in itertools.pairwise(backward):
+        here[0].set_modules_to_backward_prefetch(ahead)

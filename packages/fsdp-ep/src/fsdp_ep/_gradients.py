@@ -1,7 +1,8 @@
-"""The scale of gradients on every mesh, and when they are reduced."""
+"""Gradients: their scale on every mesh, when they are reduced, and zeros where a backward pass does not come by."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,8 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fsdp_ep._errors import ShardingError
+from fsdp_ep._unit_rules import Owned
+from fsdp_ep._units import ShardingError
 
 
 def set_gradient_scale(unit: FSDPModule, mesh: DeviceMesh, dp_size: int) -> None:
@@ -80,3 +83,68 @@ def all_reduce_gradients(parameters: Iterable[nn.Parameter], dp_mesh: DeviceMesh
         flat.div_(dp_mesh.size())
         for parameter, part in zip(same, flat.split([p.numel() for p in same]), strict=True):
             parameter.grad = part.view_as(parameter)
+
+
+def fill_unused_gradients(unit: Sequence[nn.Module], owned: Iterable[Owned]) -> None:
+    """From now on each backward pass through `unit` leaves a gradient at every trainable parameter of it.
+
+    FSDP reduces the gradients that are there. Which experts got tokens differs from rank to rank and from microbatch
+    to microbatch: ranks would then reduce-scatter different numbers of elements, which hangs or adds up the wrong
+    ones, and a unit would hold accumulated gradients in the reduction's dtype beside fresh ones in the parameters',
+    which FSDP refuses. To be called after `fully_shard(unit)`: its hooks run around these.
+
+    Args:
+        unit: the modules of one unit; the backward pass of each fills the gradients of all.
+        owned: the parameters of this unit, as they were before.
+    """
+    owners = [(one.module, one.name.rpartition(".")[2]) for one in owned]
+
+    def watch_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if not torch.is_grad_enabled() or not any(_trains(owner, name) for owner, name in owners):
+            return None
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        places = [i for i in tensors if leaves[i].requires_grad]
+        if not places and tensors:
+            # behind a frozen embedding, say; some input has to make autograd come by
+            places = tensors[:1]
+        if not places:
+            return None
+        anchor = torch.empty(0, device=leaves[places[0]].device, requires_grad=True)
+        watched = _FillWhenDone.apply(owners, anchor, *(leaves[i] for i in places))
+        for i, tensor in zip(places, watched, strict=True):
+            leaves[i] = tensor
+        return tree_unflatten(leaves, structure)
+
+    # like FSDP's own hooks
+    hook = torch.compiler.disable(watch_inputs)
+    for module in unit:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _trains(module: nn.Module, name: str) -> bool:
+    parameter = module._parameters[name]
+    return parameter is not None and parameter.requires_grad
+
+
+class _FillWhenDone(torch.autograd.Function):
+    """The inputs of a unit, unchanged. Its backward runs after the unit's own, and before FSDP reduces.
+
+    `anchor` requires a gradient, so that there is a backward pass also where no input does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, owners: list[tuple[nn.Module, str]], anchor: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.owners = owners
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        for module, name in ctx.owners:
+            parameter = module._parameters[name]  # FSDP swaps sharded and gathered ones
+            if parameter is not None and parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return None, None, *grads

@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_ep._errors import ShardingError
+from fsdp_ep._units import ShardingError
 
 ShardPlacement = Callable[[nn.Parameter], Shard | None]
 """Which dim of a parameter its unit shards; None: dim 0."""
@@ -17,7 +16,9 @@ ShardPlacement = Callable[[nn.Parameter], Shard | None]
 class Owned(NamedTuple):
     """A parameter under one of its names, and the innermost unit around it."""
 
+    module: nn.Module
     name: str
+    """In the model; the last part of it is the name in `module`."""
     parameter: nn.Parameter
     unit: int | None
     """Its index; None: the root."""
@@ -26,11 +27,7 @@ class Owned(NamedTuple):
 def owned_parameters(
     model: nn.Module, units: Sequence[Sequence[nn.Module]], ignored: Iterable[nn.Parameter]
 ) -> list[Owned]:
-    """All parameters of `model` under all their names, but the ignored ones.
-
-    Raises:
-        ShardingError: a module of a unit is not part of the model.
-    """
+    """All parameters of `model` under all their names, but the ignored ones."""
     inside = set(model.modules())
     for modules in units:
         for module in modules:
@@ -45,17 +42,13 @@ def owned_parameters(
 def _owned(module: nn.Module, unit_of: Mapping[nn.Module, int], unit: int | None, prefix: str) -> Iterator[Owned]:
     unit = unit_of.get(module, unit)
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        yield Owned(prefix + name, parameter, unit)
+        yield Owned(module, prefix + name, parameter, unit)
     for name, child in module.named_children():
         yield from _owned(child, unit_of, unit, f"{prefix}{name}.")
 
 
 def check_ties(parameters: Iterable[Owned]) -> None:
-    """A parameter belongs to one unit: of two, each would keep a copy with a gradient of its own.
-
-    Raises:
-        ShardingError: names in two units are one parameter.
-    """
+    """A parameter belongs to one unit: of two, each would keep a copy with a gradient of its own."""
     first: dict[int, Owned] = {}
     for owned in parameters:
         other = first.setdefault(id(owned.parameter), owned)
@@ -66,41 +59,26 @@ def check_ties(parameters: Iterable[Owned]) -> None:
 
 
 def check_dtypes(parameters: Iterable[Owned]) -> None:
-    """The trainable parameters of a unit are stored in one dtype: they travel in one buffer.
-
-    Raises:
-        ShardingError: two of one unit differ.
-    """
+    """The trainable parameters of a unit are stored in one dtype: they travel in one buffer."""
     first: dict[int | None, Owned] = {}
     for owned in parameters:
         if not owned.parameter.requires_grad:
             continue
         other = first.setdefault(owned.unit, owned)
         if other.parameter.dtype != owned.parameter.dtype:
-            rule = (
-                f"is {_name(owned.parameter.dtype)}, {other.name} in the same FSDP unit {_name(other.parameter.dtype)}"
-            )
-            hint = (
-                "store one dtype, put fp32 ones into modules with keep_in_fp32 = True, or pass them as ignored_params"
-            )
-            raise ShardingError("parameter", owned.name, rule, hint)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+            here, there = (str(one.parameter.dtype).removeprefix("torch.") for one in (owned, other))
+            rule = f"is {here}, {other.name} in the same FSDP unit {there}"
+            hint = "put fp32 ones into modules with keep_in_fp32 = True, or pass them as ignored_params"
+            raise ShardingError("parameter", owned.name, rule, f"store one dtype, {hint}")
 
 
 def check_placements(
     parameters: Iterable[Owned], placement: ShardPlacement | None, mesh_of: Callable[[int | None], DeviceMesh]
 ) -> None:
-    """Only dim 0 may be split unevenly.
-
-    Raises:
-        ShardingError: another dim of a parameter does not divide by the ranks of its unit's shard axis.
-    """
+    """Only dim 0 may be split unevenly over the shard axis of a unit's mesh."""
     if placement is None:
         return
-    for name, parameter, unit in parameters:
+    for _, name, parameter, unit in parameters:
         chosen, mesh = placement(parameter), mesh_of(unit)
         ranks = mesh.size(mesh.ndim - 1)
         shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape

@@ -1,6 +1,6 @@
 """Which modules become FSDP units: found by structure and by mesh, never by name."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_ep._errors import ShardingError
+
+class ShardingError(ValueError):
+    """A model cannot be sharded as asked: says which argument, its value, the rule and a way out.
+
+    It follows from the model and the meshes alone, so every rank raises it, before any communication.
+    """
+
+    def __init__(self, key: str, value: object, rule: str, hint: str) -> None:
+        super().__init__(key, value, rule, hint)
+        self.key, self.value, self.rule, self.hint = key, value, rule, hint
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value}: {self.rule} ({self.hint})"
 
 
 @dataclass(frozen=True)
@@ -61,20 +73,9 @@ def find_units(
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The children of the outermost ModuleLists of `model`, in order.
-
-    Raises:
-        ShardingError: there is no ModuleList.
-    """
-
-    def outermost(module: nn.Module) -> Iterator[nn.ModuleList]:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                yield child
-            else:
-                yield from outermost(child)
-
-    blocks = [block for layers in outermost(model) for block in layers]
+    """The children of the outermost ModuleLists of `model`, in order; none is an error."""
+    lists = _outermost(model, lambda module: isinstance(module, nn.ModuleList))
+    blocks = [block for layers in lists for block in layers.children()]
     if not blocks:
         rule = f"no block found: {type(model).__name__} has no nn.ModuleList with children"
         raise ShardingError("blocks", None, rule, "pass blocks=[...], the modules that become FSDP units")
@@ -84,11 +85,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def find_experts(model: nn.Module, ep_mesh: DeviceMesh | None) -> list[nn.Module]:
     """The modules that own expert stacks: parameters that are DTensors on `ep_mesh`.
 
-    None on a 1-rank mesh, where expert parallelism changes nothing.
-
-    Raises:
-        ShardingError: no such parameter; a stack that leaves a rank without an expert; a module that owns
-            other parameters besides.
+    None on a 1-rank mesh, where expert parallelism changes nothing; elsewhere that is an error.
     """
     if ep_mesh is None or ep_mesh.size() == 1:
         return []
@@ -136,11 +133,9 @@ def find_islands(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.M
 
     Args:
         param_dtype: what FSDP casts parameters to; None: it leaves them as they are stored.
-
-    Raises:
-        ShardingError: a parameter in such a module is not stored in fp32.
     """
-    islands = list(_outermost_islands(model))
+    marked = _outermost(model, lambda module: getattr(module, "keep_in_fp32", False))
+    islands = [module for module in marked if any(True for _ in module.parameters())]
     dtypes = {parameter.dtype for parameter in model.parameters()} | {param_dtype} - {None}
     if dtypes in ({torch.float32}, {torch.float64}):
         return []
@@ -152,22 +147,18 @@ def find_islands(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.M
     return islands
 
 
-def _outermost_islands(module: nn.Module) -> Iterator[nn.Module]:
+def _outermost(module: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
     for child in module.children():
-        if getattr(child, "keep_in_fp32", False):
-            if any(True for _ in child.parameters()):
-                yield child
+        if is_wanted(child):
+            yield child
         else:
-            yield from _outermost_islands(child)
+            yield from _outermost(child, is_wanted)
 
 
 def find_head(model: nn.Module) -> nn.Module:
-    """The head by Hugging Face's accessor, or the attribute `lm_head`.
-
-    Raises:
-        ShardingError: neither is there.
-    """
-    head = _accessor(model, "get_output_embeddings") or getattr(model, "lm_head", None)
+    """The head by Hugging Face's accessor, or the attribute `lm_head`; neither is an error."""
+    accessor = getattr(model, "get_output_embeddings", None)
+    head = (accessor() if callable(accessor) else None) or getattr(model, "lm_head", None)
     if isinstance(head, nn.Module):
         return head
     rule = f"{type(model).__name__} has neither get_output_embeddings() nor an attribute lm_head"
@@ -190,8 +181,3 @@ def find_embedding(model: nn.Module, blocks: Iterable[nn.Module] | None = None) 
         return None
     names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is found[0].weight]
     return found[0] if len(names) == 1 else None
-
-
-def _accessor(model: nn.Module, name: str) -> object:
-    method = getattr(model, name, None)
-    return method() if callable(method) else None
