@@ -133,8 +133,10 @@ def _replicated():
 
 def test_replicas_are_counted_once():
     for norms in run_ranks(_replicated, 4, timeout=30):
-        assert norms.pop("all of them") == 8.0
-        assert set(norms.values()) == {4.0}, norms  # 5.66 where two replicas count, 8.0 where four do
+        # a rank's root of 8 squared is 8 to one rounding, and how that goes depends on the processor
+        assert norms.pop("all of them") == pytest.approx(8.0, rel=1e-6)
+        # 5.66 where two replicas count, 8.0 where four do
+        assert list(norms.values()) == pytest.approx([4.0] * len(norms), rel=1e-6), norms
 
 
 def _fsdp_over_local_experts(norm_type):
