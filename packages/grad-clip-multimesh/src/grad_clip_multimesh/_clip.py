@@ -1,26 +1,22 @@
 """torch.nn.utils' three functions, for gradients on any mix of meshes."""
 
+import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from types import GeneratorType
-from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grad_clip_multimesh._groups import Groups
-from grad_clip_multimesh._norm import LocalTo, Piece, find_pieces, on_device, total_norm
+from grad_clip_multimesh._pieces import Group, Groups, LocalTo, Piece, Ranks, find_pieces
 
 _EPSILON = 1e-6
 """torch's: keeps the factor finite where the norm is 0."""
-
-
-class _Result(TypedDict):
-    device: torch.device
-    dtype: torch.dtype
 
 
 _DOUBLE = (torch.float64, torch.complex128)
@@ -78,8 +74,8 @@ def clip_grad_norm_(
     if not owners and isinstance(parameters, GeneratorType) and pipeline_group is None:
         warnings.warn("`parameters` is an empty generator: is it used up? Nothing is clipped.", stacklevel=3)
     groups = Groups()
-    pieces = _pieces(owners, [owner.grad for owner in owners], groups, local_to)
-    norm = total_norm(pieces, norm_type, groups, foreach, pipeline_group, **_kind_of_result(owners))
+    pieces = find_pieces(owners, [owner.grad for owner in owners], groups, local_to or {})
+    norm = _total_norm(owners, pieces, norm_type, groups, foreach, pipeline_group)
     if error_if_nonfinite:
         _check_finite(norm, norm_type)
     if max_norm is not None:
@@ -104,8 +100,8 @@ def get_total_norm(
     """
     norm_type = _checked_norm_type(norm_type)
     owners, groups = _listed(tensors), Groups()
-    pieces = _pieces(owners, owners, groups, local_to)
-    norm = total_norm(pieces, norm_type, groups, foreach, pipeline_group, **_kind_of_result(owners))
+    pieces = find_pieces(owners, owners, groups, local_to or {})
+    norm = _total_norm(owners, pieces, norm_type, groups, foreach, pipeline_group)
     if error_if_nonfinite:
         _check_finite(norm, norm_type)
     return norm
@@ -139,9 +135,9 @@ def _scale(held: Sequence[Tensor], max_norm: float, norm: Tensor, foreach: bool 
     for (device, _), gradients in alike.items():
         if foreach is False:
             for gradient in gradients:
-                gradient.mul_(on_device(factor, device))
+                gradient.mul_(_on_device(factor, device))
         else:
-            torch._foreach_mul_(gradients, on_device(factor, device))
+            torch._foreach_mul_(gradients, _on_device(factor, device))
 
 
 def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -170,25 +166,134 @@ def _check_finite(norm: Tensor, norm_type: float) -> None:
         )
 
 
-def _pieces(
-    owners: Sequence[Tensor], gradients: Sequence[Tensor | None], groups: Groups, local_to: LocalTo | None
-) -> list[Piece]:
-    known = set(map(id, owners)) if local_to else ()
-    for tensor in local_to or ():
-        if id(tensor) not in known:
-            # a key that is no longer a parameter would make the experts count as replicated
-            raise ValueError(
-                f"local_to has a tensor of shape {list(tensor.shape)} that is not among those whose norm is taken: "
-                "name the very objects that are passed (after `fully_shard`, which replaces parameters; "
-                "for `get_total_norm` the gradients)"
-            )
-    return find_pieces(owners, gradients, groups, local_to or {})
+def _total_norm(
+    owners: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    norm_type: float,
+    groups: Groups,
+    foreach: bool | None,
+    pipeline_group: dist.ProcessGroup | None,
+) -> Tensor:
+    """The p-norm over all pieces on all ranks: [], equal on all ranks.
+
+    One all-reduce for each distinct group. It carries one number for each tensor, so that the result is
+    that of one process up to the rounding of a single norm; and one for all that are local to a rank, since
+    the ranks may have different numbers of these. Groups come in an order that the tensors' placements set,
+    which is the same on every rank.
+    """
+    # from the parameters, which all ranks have: what is reduced must be alike
+    dtype = torch.float64 if any(owner.dtype in _DOUBLE for owner in owners) else torch.float32
+    device = owners[0].device if owners else torch.device("cpu")
+    kinds = _alike(pieces)
+    order = [index for indices in kinds.values() for index in indices]
+    norms = _local_norms([pieces[index].tensor for index in order], norm_type, foreach, device=device, dtype=dtype)
+    parts = dict(zip(kinds, norms.split([len(indices) for indices in kinds.values()]), strict=True))
+    for kind in kinds:
+        if kind.local:
+            parts[kind] = torch.linalg.vector_norm(parts[kind], norm_type, keepdim=True)
+    for ranks in dict.fromkeys(ranks for kind in kinds for ranks in kind.divided_over):
+        shared = [kind for kind in kinds if ranks in kind.divided_over]
+        reduced = _reduce(torch.cat([parts[kind] for kind in shared]), norm_type, groups[ranks])
+        parts.update(zip(shared, reduced.split([len(parts[kind]) for kind in shared]), strict=True))
+    total = norms.new_zeros(())
+    if parts:
+        total = torch.linalg.vector_norm(_in_order_of_tensors(kinds, parts), norm_type)
+    if pipeline_group is None:
+        return total
+    # fp32 whatever `dtype` is: a stage without parameters cannot know that of the others
+    return _reduce(total.reshape(1).float(), norm_type, _of_pipeline(pipeline_group, device))[0].to(dtype)
 
 
-def _kind_of_result(owners: Sequence[Tensor]) -> _Result:
-    """From the parameters, which all ranks have: what is reduced must be alike."""
-    double = any(owner.dtype in _DOUBLE for owner in owners)
-    return {
-        "device": owners[0].device if owners else torch.device("cpu"),
-        "dtype": torch.float64 if double else torch.float32,
-    }
+@dataclass(frozen=True)
+class _Kind:
+    """What pieces have in common that are reduced alike."""
+
+    divided_over: tuple[Ranks, ...]
+    local: bool
+
+
+def _alike(pieces: Sequence[Piece]) -> dict[_Kind, list[int]]:
+    """The indices of the pieces of each kind.
+
+    Local kinds are last: where they begin may differ from rank to rank. What is divided over several groups is
+    first, so that these are reduced in the order of its axes, as DTensor does.
+    """
+    kinds: dict[_Kind, list[int]] = defaultdict(list)
+    for index, piece in enumerate(pieces):
+        if piece.tensor is not None or piece.divided_over:
+            kinds[_Kind(piece.divided_over, piece.local)].append(index)
+    return dict(sorted(kinds.items(), key=lambda item: (item[0].local, -len(item[0].divided_over))))
+
+
+def _in_order_of_tensors(kinds: Mapping[_Kind, list[int]], parts: Mapping[_Kind, Tensor]) -> Tensor:
+    """The norms for the last sum, which so rounds as that of one process does."""
+    if len(parts) == 1:
+        (only,) = parts.values()
+        return only
+    indices = [index for kind, indices in kinds.items() if not kind.local for index in indices]
+    norms = [norm for kind, part in parts.items() if not kind.local for norm in part.unbind()]
+    ordered = [norm for _, norm in sorted(zip(indices, norms, strict=True), key=itemgetter(0))]
+    return torch.stack(ordered + [part[0] for kind, part in parts.items() if kind.local])
+
+
+def _of_pipeline(process_group: dist.ProcessGroup, here: torch.device) -> Group:
+    """Reduces where the gradients are, or else where the group can: a stage may have none, or keep them on the host."""
+    types = [device.type for device in process_group._device_types]
+    return Group(process_group, here.type if here.type in types else types[0])
+
+
+def _local_norms(
+    tensors: Sequence[Tensor | None],
+    norm_type: float,
+    foreach: bool | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[number of tensors]: the norm of each, 0 for one that is empty or not there."""
+    if not tensors:
+        return torch.zeros(0, dtype=dtype, device=device)
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        if tensor is not None and tensor.numel() > 0:
+            alike[tensor.device, tensor.dtype].append((index, tensor))
+    norms = [torch.zeros((), dtype=dtype, device=device)] * len(tensors)
+    for members in alike.values():
+        each = torch.stack(_norm_each([tensor for _, tensor in members], norm_type, foreach))
+        each = _on_device(each.to(dtype), device)
+        if len(members) == len(tensors):
+            return each
+        for (index, _), norm in zip(members, each.unbind(), strict=True):
+            norms[index] = norm
+    return torch.stack(norms)
+
+
+def _norm_each(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
+    # a sum of squares in bf16 would stop growing after a few hundred elements
+    dtype = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else None
+    if foreach is False:
+        return [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in tensors]
+    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+
+
+def _reduce(norms: Tensor, norm_type: float, group: Group) -> Tensor:
+    """[N] norms of parts -> [N] norms of wholes, over the group."""
+    sent = _on_device(norms, torch.device(group.device_type))
+    if norm_type != math.inf:
+        powers = sent**norm_type
+        dist.all_reduce(powers, op=dist.ReduceOp.SUM, group=group.process_group)
+        return _on_device(powers ** (1.0 / norm_type), norms.device)
+    # gloo's maximum loses NaN, so it travels beside the numbers as a flag
+    is_nan = sent.isnan()
+    sent = torch.cat([sent.masked_fill(is_nan, 0.0), is_nan.to(sent.dtype)])
+    dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group.process_group)
+    maximum, is_nan = sent.chunk(2)
+    return _on_device(maximum.masked_fill(is_nan > 0, math.nan), norms.device)
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy only where one is needed: gradients offloaded to the host, groups that reduce on the device."""
+    here = tensor.device
+    if here.type == device.type and device.index in (None, here.index):
+        return tensor
+    return tensor.to(device)

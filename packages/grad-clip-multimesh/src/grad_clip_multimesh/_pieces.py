@@ -1,18 +1,21 @@
-"""Which process groups a tensor is divided over, so that each part of it is counted once."""
+"""What this rank holds of each tensor, and the process groups that the rest is divided over: all counts once."""
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 Ranks = tuple[int, ...]
 """A process group by its members: groups of other meshes or names with the same members are the same."""
+LocalTo = Mapping[Tensor, DeviceMesh]
+"""Tensors that differ from rank to rank of a mesh without saying so, such as the experts of this rank."""
 
 
 @dataclass(frozen=True)
@@ -119,3 +122,59 @@ def _ranks_through(mesh: DeviceMesh, coordinate: tuple[int, ...], axes: tuple[in
         if axis not in axes:
             ranks = ranks.select(axis, coordinate[axis])
     return tuple(sorted(ranks.flatten().tolist()))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of one tensor, and the groups that hold the rest."""
+
+    held: Tensor | None
+    """The local tensor itself. None: this rank has no gradient, others may have."""
+    tensor: Tensor | None
+    """The same, with what was Partial reduced."""
+    divided_over: tuple[Ranks, ...]
+    local: bool
+    """Other ranks may have more or fewer of these."""
+
+
+def find_pieces(
+    owners: Sequence[Tensor], gradients: Sequence[Tensor | None], groups: Groups, local_to: LocalTo
+) -> list[Piece]:
+    """Where an owner lies decides, not its gradient: every rank has the first, and must reduce alike."""
+    known = set(map(id, owners)) if local_to else ()
+    for tensor in local_to:
+        if id(tensor) not in known:
+            # a key that is no longer a parameter would make the experts count as replicated
+            raise ValueError(
+                f"local_to has a tensor of shape {list(tensor.shape)} that is not among those whose norm is taken: "
+                "name the very objects that are passed (after `fully_shard`, which replaces parameters; "
+                "for `get_total_norm` the gradients)"
+            )
+    for mesh in [owner.device_mesh for owner in owners if isinstance(owner, DTensor)] + list(local_to.values()):
+        groups.learn(mesh)
+    # all of them before the first Partial gradient is reduced: errors come before communication
+    divisions = [_division(owner, groups, local_to) for owner in owners]
+    return [
+        Piece(*_local_parts(gradient, owner), divided_over, bool(local_to) and owner in local_to)
+        for owner, gradient, divided_over in zip(owners, gradients, divisions, strict=True)
+    ]
+
+
+def _division(owner: Tensor, groups: Groups, local_to: LocalTo) -> tuple[Ranks, ...]:
+    divided_over: tuple[Ranks, ...] = ()
+    if isinstance(owner, DTensor):
+        divided_over = groups.dividing(owner.device_mesh, owner.placements)
+    return groups.local_to(local_to[owner], divided_over) if local_to and owner in local_to else divided_over
+
+
+def _local_parts(gradient: Tensor | None, owner: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What is held of a gradient, and what its norm is taken of."""
+    if not isinstance(gradient, DTensor):
+        return gradient, gradient
+    held = gradient.to_local()
+    if isinstance(owner, DTensor):
+        placements = tuple(Replicate() if p.is_partial() else p for p in owner.placements)
+        if gradient.placements != placements:
+            # a Partial gradient is the sum of what the ranks hold; its norm is not the sum of theirs
+            return held, gradient.redistribute(placements=placements).to_local()
+    return held, held
