@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -108,15 +108,15 @@ def fully_shard_moe(
     }
     experts_policy = _without_casts(policy, policy.param_dtype)
     for module in units.experts:
-        _unit(module, expert_mesh, dp_mesh.size(), experts_policy, reshard_after_forward, shared)
+        _unit([module], expert_mesh, dp_mesh.size(), experts_policy, reshard_after_forward, shared)
     if units.islands:
         # gathered once and kept: it is small, and its modules run all through the model
         _unit(units.islands, dp_mesh, dp_mesh.size(), _without_casts(policy, None), False, shared)
     for module in [*units.blocks, *([units.embedding] if units.embedding is not None else [])]:
-        _unit(module, dp_mesh, dp_mesh.size(), policy, reshard_after_forward, shared)
+        _unit([module], dp_mesh, dp_mesh.size(), policy, reshard_after_forward, shared)
     if units.head is not None:
-        _unit(units.head, dp_mesh, dp_mesh.size(), policy, False, shared)
-    _unit(model, dp_mesh, dp_mesh.size(), policy, None if reshard_after_forward else False, shared)
+        _unit([units.head], dp_mesh, dp_mesh.size(), policy, False, shared)
+    _unit([model], dp_mesh, dp_mesh.size(), policy, None if reshard_after_forward else False, shared)
     _set_prefetch(model, units)
     for index, unit in enumerate(groups):
         if unit[0] not in (units.embedding, units.head):
@@ -125,17 +125,15 @@ def fully_shard_moe(
 
 
 def _unit(
-    modules: nn.Module | Sequence[nn.Module],
+    modules: list[nn.Module],
     mesh: DeviceMesh,
     dp_size: int,
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | None,
     shared: dict[str, Any],
 ) -> None:
-    wrapped: Any = list(modules) if isinstance(modules, Sequence) else modules
-    fully_shard(wrapped, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, **shared)
-    first = wrapped[0] if isinstance(wrapped, list) else wrapped
-    set_gradient_scale(cast(FSDPModule, first), mesh, dp_size)
+    fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, **shared)
+    set_gradient_scale(cast(FSDPModule, modules[0]), mesh, dp_size)
 
 
 def _without_casts(policy: MixedPrecisionPolicy, param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
