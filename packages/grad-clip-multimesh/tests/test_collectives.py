@@ -17,13 +17,17 @@ def _parameter(gradient):
 
 
 def _counted(call):
-    """(result, {kind: number of collectives}, host syncs, groups created)."""
+    """(result, {kind: number of collectives}, host syncs, groups created), with tensors taken for those of a device."""
+    from unittest import mock
+
     from torch.distributed import distributed_c10d
 
+    from grad_clip_multimesh import _clip
     from moe_core.testing import count_collectives, count_host_syncs
 
     before = distributed_c10d._world.group_count
-    with count_collectives() as collectives, count_host_syncs() as syncs:
+    as_on_a_device = mock.patch.object(_clip, "_is_on_host", return_value=False)
+    with as_on_a_device, count_collectives() as collectives, count_host_syncs() as syncs:
         result = call()
     kinds = {kind: n for kind, n in collectives.calls.items() if kind != "wrap_tensor_autograd"}  # moves no data
     return result, kinds, dict(syncs.calls), distributed_c10d._world.group_count - before

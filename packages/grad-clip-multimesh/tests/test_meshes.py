@@ -68,9 +68,11 @@ def _gradients(dp_replicate, ep):
 
 
 def _norms(dp_replicate, ep):
+    from unittest import mock
+
     import torch
 
-    from grad_clip_multimesh import clip_grad_norm_, get_total_norm
+    from grad_clip_multimesh import _clip, clip_grad_norm_, get_total_norm
     from moe_core.testing import count_collectives, count_host_syncs
 
     results = []
@@ -81,7 +83,8 @@ def _norms(dp_replicate, ep):
         expected = torch.linalg.vector_norm(everything, norm_type)
         foreach = None if norm_type == 2.0 else norm_type > 1
         alone = get_total_norm([p.grad for p in parameters], norm_type, foreach=foreach)
-        with count_collectives() as collectives, count_host_syncs() as syncs:
+        as_on_a_device = mock.patch.object(_clip, "_is_on_host", return_value=False)
+        with as_on_a_device, count_collectives() as collectives, count_host_syncs() as syncs:
             norm = clip_grad_norm_(parameters, 0.5, norm_type, foreach=foreach)
         assert torch.equal(norm, alone)
         assert type(norm) is torch.Tensor

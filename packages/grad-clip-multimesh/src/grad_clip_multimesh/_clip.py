@@ -18,8 +18,11 @@ from grad_clip_multimesh._pieces import Group, Groups, LocalTo, Piece, Ranks, fi
 _EPSILON = 1e-6
 """torch's: keeps the factor finite where the norm is 0."""
 
-
 _DOUBLE = (torch.float64, torch.complex128)
+_WITHOUT_DOUBLE = ("mps",)
+"""Kinds of devices."""
+_LARGEST_POWER = 7.0
+"""p up to which float64 holds sums of p-th powers of any fp32 numbers: 2^(128 p) of 2^100 elements and more."""
 
 
 @torch.no_grad()
@@ -40,8 +43,12 @@ def clip_grad_norm_(
     gradients that are None on some ranks. Collective: every rank that holds a part of one of the parameters
     calls it with the same parameters in the same order. A parameter that is replicated counts once.
 
-    At most one all-reduce for each distinct group of ranks; no other transfer to the host than the one that
-    `error_if_nonfinite` needs.
+    The norm is finite wherever it fits its dtype, also where sums of powers overflow on the way, as those of torch
+    do: four fp32 elements of 1e30 have the norm 2e30. Where torch's own is finite, it has those bits, also where
+    powers underflow: elements of 1e-30 have the norm 0. One above the largest number is infinite, and clips all to 0.
+
+    At most one all-reduce for each distinct group of ranks; no other transfer from a device to the host than the one
+    that `error_if_nonfinite` needs.
 
     Args:
         parameters: an iterable of parameters, or one; those whose gradient is None everywhere count as 0.
@@ -180,6 +187,9 @@ def _total_norm(
     that of one process up to the rounding of a single norm; and one for all that are local to a rank, since
     the ranks may have different numbers of these. Groups come in an order that the tensors' placements set,
     which is the same on every rank.
+
+    Sums of p-th powers overflow long before the norm does. So a spare norm of each kind of pieces, in scaled
+    arithmetic, goes the same way and is the result where the other is infinite, which no rank has to know before.
     """
     # from the parameters, which all ranks have: what is reduced must be alike
     dtype = torch.float64 if any(owner.dtype in _DOUBLE for owner in owners) else torch.float32
@@ -187,21 +197,26 @@ def _total_norm(
     kinds = _alike(pieces)
     order = [index for indices in kinds.values() for index in indices]
     norms = _local_norms([pieces[index].tensor for index in order], norm_type, foreach, device=device, dtype=dtype)
-    parts = dict(zip(kinds, norms.split([len(indices) for indices in kinds.values()]), strict=True))
+    sizes = [len(indices) for indices in kinds.values()]
+    parts, spare = (dict(zip(kinds, row.split(sizes), strict=True)) for row in norms.unbind())
     for kind in kinds:
+        spare[kind] = _scaled_norm(spare[kind], norm_type).reshape(1)
         if kind.local:
             parts[kind] = torch.linalg.vector_norm(parts[kind], norm_type, keepdim=True)
     for ranks in dict.fromkeys(ranks for kind in kinds for ranks in kind.divided_over):
         shared = [kind for kind in kinds if ranks in kind.divided_over]
-        reduced = _reduce(torch.cat([parts[kind] for kind in shared]), norm_type, groups[ranks])
+        sent = torch.cat([parts[kind] for kind in shared]), torch.cat([spare[kind] for kind in shared])
+        reduced, reduced_spare = _reduce(*sent, norm_type, groups[ranks])
         parts.update(zip(shared, reduced.split([len(parts[kind]) for kind in shared]), strict=True))
-    total = norms.new_zeros(())
+        spare.update(zip(shared, reduced_spare.split(1), strict=True))
+    total = large = norms.new_zeros(1)
     if parts:
-        total = torch.linalg.vector_norm(_in_order_of_tensors(kinds, parts), norm_type)
-    if pipeline_group is None:
-        return total
-    # fp32 whatever `dtype` is: a stage without parameters cannot know that of the others
-    return _reduce(total.reshape(1).float(), norm_type, _of_pipeline(pipeline_group, device))[0].to(dtype)
+        total = torch.linalg.vector_norm(_in_order_of_tensors(kinds, parts), norm_type, keepdim=True)
+        large = _scaled_norm(torch.cat([*spare.values()]), norm_type).reshape(1)
+    if pipeline_group is not None:
+        # fp32 whatever `dtype` is: a stage without parameters cannot know that of the others
+        total, large = _reduce(total.float(), large.float(), norm_type, _of_pipeline(pipeline_group, device))
+    return (total if norm_type == math.inf else torch.where(total.isinf(), large, total))[0].to(dtype)
 
 
 @dataclass(frozen=True)
@@ -250,45 +265,96 @@ def _local_norms(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[number of tensors]: the norm of each, 0 for one that is empty or not there."""
+    """[2, number of tensors]: the norm of each, 0 for one that is empty or not there; and the spare one."""
     if not tensors:
-        return torch.zeros(0, dtype=dtype, device=device)
+        return torch.zeros(2, 0, dtype=dtype, device=device)
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
         if tensor is not None and tensor.numel() > 0:
             alike[tensor.device, tensor.dtype].append((index, tensor))
-    norms = [torch.zeros((), dtype=dtype, device=device)] * len(tensors)
+    norms = [torch.zeros(2, dtype=dtype, device=device)] * len(tensors)
     for members in alike.values():
-        each = torch.stack(_norm_each([tensor for _, tensor in members], norm_type, foreach))
-        each = _on_device(each.to(dtype), device)
+        held = [tensor for _, tensor in members]
+        # a sum of squares in bf16 would stop growing after a few hundred elements
+        wide = torch.float32 if held[0].dtype in (torch.bfloat16, torch.float16) else None
+        each = torch.stack(_norm_each(held, norm_type, foreach, wide))
+        both = torch.stack([each, _spare_norms(each, held, norm_type, foreach)])
+        both = _on_device(both.to(dtype), device)
         if len(members) == len(tensors):
-            return each
-        for (index, _), norm in zip(members, each.unbind(), strict=True):
+            return both
+        for (index, _), norm in zip(members, both.unbind(1), strict=True):
             norms[index] = norm
-    return torch.stack(norms)
+    return torch.stack(norms, 1)
 
 
-def _norm_each(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
-    # a sum of squares in bf16 would stop growing after a few hundred elements
-    dtype = torch.float32 if tensors[0].dtype in (torch.bfloat16, torch.float16) else None
+def _norm_each(
+    tensors: list[Tensor], norm_type: float, foreach: bool | None, dtype: torch.dtype | None
+) -> list[Tensor]:
     if foreach is False:
         return [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in tensors]
     return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
 
 
-def _reduce(norms: Tensor, norm_type: float, group: Group) -> Tensor:
-    """[N] norms of parts -> [N] norms of wholes, over the group."""
-    sent = _on_device(norms, torch.device(group.device_type))
+def _spare_norms(norms: Tensor, tensors: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """The norms of the tensors, finite wherever they fit: as `norms` has them where those are.
+
+    On the host only those that are not finite are taken again. To look at them on a device would be a host sync, so
+    there all are.
+    """
+    if norm_type == math.inf:
+        return norms
+    if not _is_on_host(norms):
+        return torch.stack(_norm_each_without_overflow(tensors, norm_type, foreach, norms.dtype))
+    if norms.isfinite().all():
+        return norms
+    spare = list(norms.unbind())
+    for index, (norm, tensor) in enumerate(zip(spare, tensors, strict=True)):
+        if not norm.isfinite():
+            (spare[index],) = _norm_each_without_overflow([tensor], norm_type, foreach, norms.dtype)
+    return torch.stack(spare)
+
+
+def _norm_each_without_overflow(
+    tensors: list[Tensor], norm_type: float, foreach: bool | None, dtype: torch.dtype
+) -> list[Tensor]:
+    """In float64, which copies nothing, or else in a scaled copy of one tensor after the other."""
+    real = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
+    if norm_type > _LARGEST_POWER or real[0].dtype in _DOUBLE or real[0].device.type in _WITHOUT_DOUBLE:
+        return [_scaled_norm(tensor.flatten().to(dtype), norm_type) for tensor in real]
+    return [norm.to(dtype) for norm in _norm_each(real, norm_type, foreach, torch.float64)]
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    """Whether the host may look at it without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def _scaled_norm(values: Tensor, norm_type: float) -> Tensor:
+    """[N, ...] -> [...]: the norm over the first dim, in which no power is above 1."""
+    largest = torch.linalg.vector_norm(values, math.inf, dim=0)
+    scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    return torch.linalg.vector_norm(values / scale, norm_type, dim=0) * scale
+
+
+def _reduce(norms: Tensor, spare: Tensor, norm_type: float, group: Group) -> tuple[Tensor, Tensor]:
+    """[N] norms of parts, [S] spare ones -> those of wholes, over the group."""
+    there = torch.device(group.device_type)
+    sent = _on_device(norms, there)
     if norm_type != math.inf:
-        powers = sent**norm_type
-        dist.all_reduce(powers, op=dist.ReduceOp.SUM, group=group.process_group)
-        return _on_device(powers ** (1.0 / norm_type), norms.device)
+        # the spare norms travel as they are, each rank's in a row of its own: as powers they would overflow as well
+        rows = sent.new_zeros(group.process_group.size(), len(spare))
+        rows[group.process_group.rank()] = _on_device(spare, there)
+        sent = torch.cat([sent**norm_type, rows.flatten()])
+        dist.all_reduce(sent, op=dist.ReduceOp.SUM, group=group.process_group)
+        powers, rows = sent[: len(norms)], sent[len(norms) :].view_as(rows)
+        whole, spare = powers ** (1.0 / norm_type), _scaled_norm(rows, norm_type)
+        return _on_device(whole, norms.device), _on_device(spare, norms.device)
     # gloo's maximum loses NaN, so it travels beside the numbers as a flag
     is_nan = sent.isnan()
     sent = torch.cat([sent.masked_fill(is_nan, 0.0), is_nan.to(sent.dtype)])
     dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group.process_group)
     maximum, is_nan = sent.chunk(2)
-    return _on_device(maximum.masked_fill(is_nan > 0, math.nan), norms.device)
+    return _on_device(maximum.masked_fill(is_nan > 0, math.nan), norms.device), spare
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
