@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ep_dispatch import AllToAllDispatcher, ExpertParallelGroupedExperts, LocalDispatcher, shard_experts
 from ep_dispatch._split import chunk_size, owned_experts
-from moe_core import GroupedExperts, MoE
-from moe_core.testing import run_ranks
+from moe_core import GroupedExperts, MoE, TopKRouter
+from moe_core.testing import RankFailed, run_ranks
 
 D, F = 12, 8
 
@@ -95,33 +95,91 @@ def test_one_rank_changes_nothing():
     assert run_ranks(on_one_rank, 1) == [(True, True)]
 
 
+class Misnamed(nn.Module):
+    """Experts that say neither how many they are nor how tokens come to them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(4, D, F))
+
+
 def mistakes():
+    degree = dist.get_world_size()
     mesh = make_mesh()
-    messages = []
+    messages = {}
 
-    def attempt(model, on=mesh):
+    def attempt(name, model, on=mesh, **options):
+        parameters = list(model.parameters())
         try:
-            shard_experts(model, on)
+            shard_experts(model, on, **options)
         except ValueError as error:
-            messages.append(str(error))
+            assert all(map(lambda one, other: one is other, parameters, model.parameters()))
+            messages[name] = str(error)
 
-    attempt(nn.Linear(3, 3))
-    attempt(nn.ModuleList([GroupedExperts(1, D, F)]))
-    attempt(fully_shard(Model(num_experts=4), mesh=mesh))
-    sharded = shard_experts(Model(num_experts=4), mesh)
-    attempt(sharded)
-    attempt(Model(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "x")))
+    attempt("dense", nn.Linear(3, 3))
+    attempt("misnamed", nn.ModuleList([Misnamed()]))
+    attempt("foreign alone", nn.ModuleList([ForeignExperts(4, D, F)]))
+    attempt("foreign beside", nn.ModuleList([GroupedExperts(4, D, F), ForeignExperts(4, D, F)]))
+    attempt("foreign, not required", nn.ModuleList([ForeignExperts(4, D, F)]), require_experts=False)
+    attempt("fully sharded", fully_shard(Model(num_experts=4), mesh=mesh))
+    again = GroupedExperts(4, D, F)
+    again.up_proj = nn.Parameter(distribute_tensor(again.up_proj.detach(), mesh, [Shard(0)]))
+    attempt("again", nn.ModuleList([again]))
+    odd = GroupedExperts(4, D, F)
+    odd.scale = nn.Parameter(torch.ones(1))
+    attempt("odd", nn.ModuleList([odd]))
+    attempt("two axes", Model(), init_device_mesh("cpu", (degree, 1), mesh_dim_names=("ep", "x")))
+    attempt("too few", nn.ModuleList([GroupedExperts(1, D, F)]))
+    attempt("none expected", nn.Linear(3, 3), require_experts=False)
+    attempt("a router and no experts", TopKRouter(D, 4, 2), require_experts=False)
     return messages
 
 
-def test_mistakes_are_told_on_all_ranks():
-    for messages in run_ranks(mistakes, 2):
-        no_stack, too_many, fsdp, again, two_axes = messages
-        assert "no expert stack" in no_stack
-        assert "0: num_experts = 1 on ep = 2" in too_many
-        assert "call shard_experts before it" in fsdp
-        assert "layers.0.experts.up_proj is sharded already" in again or "down_proj is sharded" in again
-        assert "ep_mesh has 2 axes" in two_axes
+@pytest.mark.parametrize("degree", [1, 2])
+def test_mistakes_are_told_on_all_ranks_at_every_degree(degree):
+    for messages in run_ranks(mistakes, degree):
+        for name in ("dense", "misnamed"):
+            assert "no expert stack" in messages[name]
+            assert "require_experts = False" in messages[name]
+        for name in ("foreign alone", "foreign beside", "foreign, not required"):
+            assert "ForeignExperts has 4 experts and no attribute `dispatcher`" in messages[name]
+        assert messages["foreign beside"].startswith("1: ")
+        assert "call shard_experts before it" in messages["fully sharded"]
+        assert "0.up_proj is sharded already" in messages["again"]
+        assert "0.scale is [1]: every parameter of an expert stack must be [4, ...]" in messages["odd"]
+        assert "ep_mesh has 2 axes" in messages["two axes"]
+        assert ("too few" in messages) == (degree == 2)
+        assert degree == 1 or "0: num_experts = 1 on ep = 2" in messages["too few"]
+        assert {"none expected", "a router and no experts"}.isdisjoint(messages)
+
+
+def parts_of_a_model():
+    """Stages of a pipeline, of which one has no experts; and an expert module of which only some are to be split."""
+    mesh = make_mesh()
+    stages = [nn.ModuleList([nn.Linear(D, D)]), nn.ModuleList([GroupedExperts(4, D, F)])]
+    for stage in stages:
+        shard_experts(stage, mesh, require_experts=False)
+    mixed = nn.ModuleList([GroupedExperts(4, D, F), ForeignExperts(4, D, F)])
+    shard_experts(mixed[0], mesh)
+    return [isinstance(p, DTensor) for module in (*stages, mixed) for p in module.parameters()]
+
+
+def test_parts_of_a_model_are_split_where_they_have_experts():
+    assert run_ranks(parts_of_a_model, 2) == [[False, False, True, True, True, True, False, False]] * 2
+
+
+def from_config(**fields):
+    from ep_dispatch._plugin import ExpertParallelizedConfig, expert_parallelized
+    from moe_core.plugins import Run
+
+    run = Run({}, world_size=1, rank=0, sub_mesh=lambda mesh, name: mesh).with_part("mesh", make_mesh())
+    return expert_parallelized(ExpertParallelizedConfig(**fields), run.with_part("model", nn.Linear(3, 3)))
+
+
+def test_a_config_says_that_none_is_expected():
+    with pytest.raises(RankFailed, match="no expert stack"):
+        run_ranks(from_config, 1)
+    assert isinstance(run_ranks(lambda: from_config(require_experts=False), 1)[0], nn.Linear)
 
 
 def test_the_split_is_torch_chunks_and_leaves_nobody_empty():

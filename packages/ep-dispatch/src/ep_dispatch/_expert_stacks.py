@@ -17,31 +17,36 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def shard_experts(model: nn.Module, ep_mesh: "DeviceMesh", *, dispatcher: Any = None) -> nn.Module:
+def shard_experts(
+    model: nn.Module, ep_mesh: "DeviceMesh", *, dispatcher: Any = None, require_experts: bool = True
+) -> nn.Module:
     """Leave each rank of `ep_mesh` its share of every expert stack, and bring tokens there and back.
 
     A stack is found by its interface: a module with attributes `num_experts` (E) and `dispatcher`, and own
     parameters [E, ...]. These become `Shard(0)` DTensors of the same names and global shapes, each rank keeping
-    the `torch.chunk` piece of the values that it has; `dispatcher` is set. On a 1-rank mesh nothing changes.
+    the `torch.chunk` piece of the values that it has; `dispatcher` is set. On a 1-rank mesh nothing changes, and the
+    same is refused as on any other.
 
     Args:
         model: on the meta device or a real one; changed in place.
         ep_mesh: 1-D.
         dispatcher: what to set instead of `AllToAllDispatcher(ep_mesh)`.
+        require_experts: False for what need not have a stack, as a stage of a pipeline or a model without MoE layers.
 
     Returns:
         The model.
 
     Raises:
-        ExpertShardingError: a ValueError: the mesh is not 1-D, a rank would hold no expert, there is no stack, a
-            stack is sharded already, or `fully_shard` was applied before.
+        ExpertShardingError: a ValueError, on every rank and mesh: the mesh is not 1-D, a rank would hold no expert,
+            there is no stack, other experts beside them that would be left whole, a stack is sharded already or has
+            parameters that are not [E, ...], or `fully_shard` was applied before.
     """
     if ep_mesh.ndim != 1:
         raise ExpertShardingError(f"ep_mesh has {ep_mesh.ndim} axes: must be the 1-D expert-parallel axis of the mesh")
+    stacks = {name: module for name, module in model.named_modules() if _is_stack(module)}
+    _check(model, stacks, ep_mesh.size(), require_experts)
     if ep_mesh.size() == 1:
         return model
-    stacks = {name: module for name, module in model.named_modules() if _is_stack(module)}
-    _check(model, stacks, ep_mesh.size())
     dispatcher = dispatcher or AllToAllDispatcher(ep_mesh)
     replaced: dict[Tensor, nn.Parameter] = {}
     for module in stacks.values():
@@ -57,27 +62,48 @@ def _is_stack(module: nn.Module) -> bool:
     return isinstance(getattr(module, "num_experts", None), int) and hasattr(module, "dispatcher")
 
 
+def _is_foreign(module: nn.Module) -> bool:
+    """Holds experts without the interface; [E, D] alone would be a router."""
+    own = module.parameters(recurse=False)
+    experts = getattr(module, "num_experts", None)
+    return not hasattr(module, "dispatcher") and any(p.dim() > 2 and p.shape[0] == experts for p in own)
+
+
 def _stacked_parameters(module: Any) -> list[tuple[str, nn.Parameter]]:
     own = module.named_parameters(recurse=False, remove_duplicate=False)
     return [(name, p) for name, p in own if p.dim() > 0 and p.shape[0] == module.num_experts]
 
 
-def _check(model: nn.Module, stacks: dict[str, nn.Module], degree: int) -> None:
+def _check(model: nn.Module, stacks: dict[str, nn.Module], degree: int, require_experts: bool) -> None:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ExpertShardingError("the model went through fully_shard already: call shard_experts before it")
-    if not any(_stacked_parameters(module) for module in stacks.values()):
+    for path, module in model.named_modules():
+        if _is_foreign(module):
+            raise ExpertShardingError(
+                f"{path or 'the model'}: {type(module).__name__} has {module.num_experts} experts and no attribute "
+                "`dispatcher`, so every rank would keep them all: wrap it in ep_dispatch.ExpertParallelGroupedExperts, "
+                "or call shard_experts on the parts of the model that are to be split"
+            )
+    if require_experts and not any(_stacked_parameters(module) for module in stacks.values()):
         raise ExpertShardingError(
             "the model has no expert stack: no module with attributes `num_experts` and `dispatcher` and parameters "
-            "[num_experts, ...]; wrap other experts in ep_dispatch.ExpertParallelGroupedExperts"
+            "[num_experts, ...]; wrap other experts in ep_dispatch.ExpertParallelGroupedExperts, or say "
+            "require_experts = False where a model need not have any"
         )
     for path, module in stacks.items():
         try:
             chunk_size(module.num_experts, degree)  # type: ignore[arg-type]  # an int, by how it was found
         except ExpertShardingError as error:
             raise ExpertShardingError(f"{path or 'the model'}: {error}") from None
-        for name, parameter in _stacked_parameters(module):
+        stacked = dict(_stacked_parameters(module))
+        for name, parameter in module.named_parameters(path, recurse=False):
             if isinstance(parameter, DTensor):
-                raise ExpertShardingError(f"{path}.{name} is sharded already, over {parameter.device_mesh}")
+                raise ExpertShardingError(f"{name} is sharded already, over {parameter.device_mesh}")
+            if name.rpartition(".")[2] not in stacked:
+                raise ExpertShardingError(
+                    f"{name} is {list(parameter.shape)}: every parameter of an expert stack must be "
+                    f"[{module.num_experts}, ...], others would be trained by each rank apart; move it elsewhere"
+                )
 
 
 def _shard(parameter: nn.Parameter, ep_mesh: "DeviceMesh") -> nn.Parameter:

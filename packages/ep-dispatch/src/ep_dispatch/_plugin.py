@@ -35,6 +35,8 @@ class ExpertParallelizedConfig:
 
     dispatcher: Selected | None = component_field("dispatcher")
     """How tokens travel. Left out: all_to_all."""
+    require_experts: bool = True
+    """Refuse a model without experts that can be split, at every degree; false for one without MoE layers."""
 
 
 def build_local(config: LocalConfig, run: "Run") -> "Dispatcher":
@@ -53,7 +55,7 @@ def expert_parallelized(config: ExpertParallelizedConfig, run: "Run") -> "nn.Mod
     from ep_dispatch._expert_stacks import shard_experts
 
     dispatcher = None if config.dispatcher is None else config.dispatcher.build(run)
-    return shard_experts(run.model, run.sub_mesh("ep"), dispatcher=dispatcher)
+    return shard_experts(run.model, run.sub_mesh("ep"), dispatcher=dispatcher, require_experts=config.require_experts)
 
 
 @hookimpl
