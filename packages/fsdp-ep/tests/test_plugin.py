@@ -3,7 +3,7 @@
 import pytest
 
 from fsdp_ep._plugin import ActivationCheckpointingConfig, FSDPConfig, moe_components
-from moe_core.testing import run_ranks
+from moe_core.testing import RankFailed, run_ranks
 
 
 def test_the_components_load():
@@ -56,6 +56,14 @@ def _transformed(degrees, **fields):
     gradient = run.model.embedding.weight.grad.full_tensor()
     units = [name for name, module in run.model.named_modules() if isinstance(module, FSDPModule)]
     return units, run.model.embedding.weight.device_mesh.mesh_dim_names, gradient
+
+
+def test_a_model_without_experts():
+    """At degree 1 a config need not say so; at 2 the mesh has an axis for them."""
+    with pytest.raises(RankFailed, match="no parameter is a DTensor"):
+        run_ranks(_transformed, 2, {"ep": 2})
+    for units, _, _ in run_ranks(lambda: _transformed({"ep": 2}, require_experts=False), 2):
+        assert units == ["", "embedding", "layers.0", "layers.1"]
 
 
 def test_fields_and_meshes():

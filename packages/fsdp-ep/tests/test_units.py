@@ -152,6 +152,7 @@ def _refusals():
         return model
 
     refused("no stack", model_class())
+    refused("none expected", model_class(), require_experts=False, expert_dp_mesh=None)
     refused("no expert mesh", sharded(), expert_dp_mesh=None)
     refused("expert mesh", sharded(), expert_dp_mesh=meshes["dp_mesh"])
     refused("axes", sharded(), dp_mesh=torch.distributed.device_mesh.DeviceMesh._concatenate(
@@ -196,7 +197,8 @@ def refusals():
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("no stack", ["ep_mesh", "no parameter is a DTensor", "2 ranks"]),
+        ("no stack", ["ep_mesh", "no parameter is a DTensor", "2 ranks", "require_experts = False"]),
+        ("none expected", ["accepted"]),
         ("no expert mesh", ["expert_dp_mesh", "2 ranks"]),
         ("expert mesh", ["expert_dp_mesh", "= 2", "2 ranks of dp_mesh"]),
         ("axes", ["expert_dp_mesh.ndim", "2"]),
@@ -214,6 +216,28 @@ def refusals():
 def test_mistakes_are_refused_on_all_ranks(refusals, case, said):
     for words in said:
         assert words in refusals[case]
+
+
+def _without_experts_on_one_rank():
+    model_class, meshes, _, _ = _setup()
+    from fsdp_ep import find_units, fully_shard_moe
+
+    def dense():
+        model = model_class()
+        del model.experts
+        return model
+
+    with pytest.raises(ValueError, match=r"ep_mesh = \('ep',\): no parameter .* 1 ranks") as caught:
+        fully_shard_moe(dense(), **meshes)
+    assert caught.value.key == "ep_mesh"
+    assert find_units(dense(), ep_mesh=meshes["ep_mesh"], require_experts=False).experts == []
+    fully_shard_moe(dense(), **meshes, require_experts=False)
+    fully_shard_moe(dense(), dp_mesh=meshes["dp_mesh"])
+    fully_shard_moe(model_class(), **meshes)
+
+
+def test_one_rank_refuses_what_many_would():
+    run_ranks(_without_experts_on_one_rank, 1)
 
 
 def test_a_tie_within_one_unit_is_kept(refusals):

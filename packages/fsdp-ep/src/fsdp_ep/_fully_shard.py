@@ -30,6 +30,7 @@ def fully_shard_moe(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     shard_placement_fn: ShardPlacement | None = None,
+    require_experts: bool = True,
 ) -> nn.Module:
     """Shard `model` in place with FSDP2 so that a step equals one process on the global batch.
 
@@ -62,14 +63,16 @@ def fully_shard_moe(
         ignored_params: parameters to leave alone; `all_reduce_gradients` reduces what they get.
         shard_placement_fn: FSDP2's, for all units: which dim of a parameter is sharded; default: dim 0, which may
             be uneven, with nothing on the last ranks. `Shard(1)` spreads a stack of fewer experts than ranks.
+        require_experts: False where the model need not have any though there is an `ep_mesh`: a stage of a pipeline,
+            or a model without MoE layers.
 
     Returns:
         The model.
 
     Raises:
-        ShardingError: a model that is sharded already, meshes that do not fit together, no block, no expert stack
-            on `ep_mesh`, an ep rank without an expert, a tied weight in two units, a unit stored in two dtypes, a dim
-            that does not divide.
+        ShardingError: a model that is sharded already, meshes that do not fit together, no block, an `ep_mesh` and
+            no experts (on one rank too), an ep rank without an expert, a tied weight in two units, a unit stored in
+            two dtypes, a dim that does not divide.
 
     Source: FSDP2 (PyTorch); expert stacks on their own mesh as in TorchTitan.
     """
@@ -87,6 +90,7 @@ def fully_shard_moe(
         embedding=embedding,
         param_dtype=policy.param_dtype,
         separate_lm_head=separate_lm_head,
+        require_experts=require_experts,
     )
     if units.experts:
         assert ep_mesh is not None

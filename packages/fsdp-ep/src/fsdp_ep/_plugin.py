@@ -41,6 +41,8 @@ class FSDPConfig:
     """What gradients are reduced in."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
+    require_experts: bool = True
+    """With mesh.ep above 1, refuse a model whose experts are not split; false for one without MoE layers."""
 
 
 @attrs.frozen
@@ -61,12 +63,13 @@ def fsdp(config: FSDPConfig, run: "Run") -> "nn.Module":
     from fsdp_ep._fully_shard import fully_shard_moe
     from fsdp_ep._units import find_blocks, find_embedding
 
-    hsdp = run.sub_mesh("dp_replicate").size() > 1
+    hsdp, ep_mesh = run.sub_mesh("dp_replicate").size() > 1, run.sub_mesh("ep")
     blocks = find_blocks(run.model)
     return fully_shard_moe(
         run.model,
         dp_mesh=run.sub_mesh(("dp_replicate", "dp_shard") if hsdp else "dp_shard"),
-        ep_mesh=run.sub_mesh("ep"),
+        # at degree 1 a config need not name a transform that splits experts, nor a model that has any
+        ep_mesh=ep_mesh if ep_mesh.size() > 1 else None,
         expert_dp_mesh=run.sub_mesh(("dp_replicate", "dp_shard_mod_ep") if hsdp else "dp_shard_mod_ep"),
         blocks=blocks,
         embedding=find_embedding(run.model, blocks),
@@ -76,6 +79,7 @@ def fsdp(config: FSDPConfig, run: "Run") -> "nn.Module":
         reshard_after_forward=config.reshard_after_forward,
         separate_lm_head=config.separate_lm_head,
         offload_policy=CPUOffloadPolicy(pin_memory=run.device_type != "cpu") if config.cpu_offload else None,
+        require_experts=config.require_experts,
     )
 
 

@@ -52,6 +52,7 @@ def find_units(
     embedding: nn.Module | None = None,
     param_dtype: torch.dtype | None = None,
     separate_lm_head: bool = False,
+    require_experts: bool = True,
 ) -> Units:
     """What `fully_shard_moe` makes of the model with the same arguments.
 
@@ -61,10 +62,11 @@ def find_units(
         param_dtype: that of the precision policy; None: parameters are used as they are stored.
 
     Raises:
-        ShardingError: as `fully_shard_moe`: no block, no head with `separate_lm_head`, no expert stack on `ep_mesh`.
+        ShardingError: as `fully_shard_moe`: no block, no head with `separate_lm_head`, no experts where
+            there is an `ep_mesh` and `require_experts`.
     """
     return Units(
-        experts=find_experts(model, ep_mesh),
+        experts=find_experts(model, ep_mesh, require_experts),
         islands=find_islands(model, param_dtype),
         blocks=find_blocks(model) if blocks is None else list(blocks),
         embedding=embedding,
@@ -82,21 +84,27 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def find_experts(model: nn.Module, ep_mesh: DeviceMesh | None) -> list[nn.Module]:
+def find_experts(model: nn.Module, ep_mesh: DeviceMesh | None, required: bool) -> list[nn.Module]:
     """The modules that own expert stacks: parameters that are DTensors on `ep_mesh`.
 
-    None on a 1-rank mesh, where expert parallelism changes nothing; elsewhere that is an error.
+    None on a 1-rank mesh, where expert parallelism changes nothing. But that there are experts is seen there too,
+    by parameters of three dims, so that a wrong model is refused before it runs on many ranks.
     """
-    if ep_mesh is None or ep_mesh.size() == 1:
+    if ep_mesh is None:
         return []
     owners = [
         (name, module)
         for name, module in model.named_modules()
         if any(_is_on(parameter, ep_mesh) for parameter in module.parameters(recurse=False))
     ]
-    if not owners:
-        rule = f"no parameter is a DTensor on this mesh of {ep_mesh.size()} ranks"
-        raise ShardingError("ep_mesh", tuple(ep_mesh.mesh_dim_names or ()), rule, "shard the experts over it first")
+    stands_whole = ep_mesh.size() == 1 and any(parameter.dim() > 2 for parameter in model.parameters())
+    if required and not owners and not stands_whole:
+        found = "has three dims, as experts" if ep_mesh.size() == 1 else "is a DTensor on it"
+        rule = f"no parameter {found}, and this mesh of {ep_mesh.size()} ranks is for experts"
+        hint = "shard the experts over it first; require_experts = False where the model need not have any"
+        raise ShardingError("ep_mesh", tuple(ep_mesh.mesh_dim_names or ()), rule, hint)
+    if ep_mesh.size() == 1:
+        return []
     for name, module in owners:
         for parameter_name, parameter in module.named_parameters():
             _check_stack(f"{name}.{parameter_name}", parameter, ep_mesh)
