@@ -65,7 +65,7 @@ def footprint_of_loss(work: Workload, mesh: MeshConfig) -> Footprint:
     dtype = getattr(torch, work.param_dtype)
     end = _End(work).to(dtype)
     # uncompiled: what is fused holds no more than this
-    loss = innermost(work.config["loss"]).build(Run(work.config))
+    loss = innermost(work.config["loss"]).build(Run(work.config).with_part("model", end))
     shape = (work.rows_per_rank(mesh.world_size), work.sequence_length)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
 
