@@ -80,7 +80,7 @@ def train(model, optimizer, scheduler, steps):
                 continue
             full = gradient_of(name, p.shape, step)
             if isinstance(p, DTensor):
-                from ckpt_layout._region import held_region
+                from ckpt_layout._shards import held_region
 
                 mesh = p.device_mesh
                 runs = held_region(p.shape, mesh.shape, mesh.get_coordinate(), p.placements)

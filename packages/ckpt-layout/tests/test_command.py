@@ -10,8 +10,8 @@ from torch import nn
 from ckpt_layout import families, load_checkpoint, load_hf, save_checkpoint, save_hf
 from ckpt_layout._cli import main
 from ckpt_layout._convert import convert
-from ckpt_layout._families import native, on_disk
 from ckpt_layout._inspect import open_view
+from ckpt_layout._layout import native, on_disk
 
 E, F, D = 5, 3, 4
 LAYER = "model.layers.1"

@@ -177,8 +177,8 @@ def test_interleaved_stacks_are_cut_by_experts_only():
     """A rank that holds every expert's half of the parts' dimension has no block of the file to itself."""
     from torch.distributed.tensor import Replicate, Shard
 
-    from ckpt_layout._pieces import layouts, overlaps
-    from ckpt_layout._region import held_region
+    from ckpt_layout._layout import layouts, overlaps
+    from ckpt_layout._shards import held_region
 
     shape = (E, 4, D)
     ((piece,), *_) = layouts(families()["gpt_oss_grouped"], "experts.gate_up_proj", shape)
@@ -253,8 +253,8 @@ def test_a_rank_has_its_rows_of_what_is_interleaved_and_in_parts(tmp_path):
     """FSDP's uneven rows of each of q, k and v, an empty shard among them: written, read, nothing twice."""
     from torch.distributed.tensor import Shard
 
-    from ckpt_layout._pieces import layouts, overlaps
-    from ckpt_layout._region import held_region
+    from ckpt_layout._layout import layouts, overlaps
+    from ckpt_layout._shards import held_region
 
     row = families()["kimi_k25"].with_config(VISION_CONFIG)
     q, k, v = torch.randn(3, HEADS * 2 * HALF, D).unbind()

@@ -512,7 +512,7 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_no_folder(tmp_path):
     def full_disk(source, target):
         import torch.distributed as dist
 
-        import ckpt_layout._safetensors_file as files
+        import ckpt_layout._hf_folder as files
         from ckpt_layout import load_hf, save_hf
 
         model = sharded("fsdp")

@@ -195,7 +195,7 @@ def test_a_rank_killed_in_an_export_leaves_no_folder_and_the_next_one_works(tmp_
         import torch.distributed as dist
         from torch import nn
 
-        import ckpt_layout._safetensors_file as files
+        import ckpt_layout._hf_folder as files
         from ckpt_layout import save_hf
 
         model = nn.Linear(4, 3)

@@ -6,8 +6,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_layout import balanced_expert_range, chunk_range, get_sharded_expert_range
-from ckpt_layout._ranges import runs_length
-from ckpt_layout._region import held_region
+from ckpt_layout._shards import held_region, runs_length
 
 
 @pytest.mark.parametrize("of", [chunk_range, get_sharded_expert_range])

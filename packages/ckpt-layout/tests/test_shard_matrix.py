@@ -27,7 +27,7 @@ def cases_of_this_rank():
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    from ckpt_layout import _ranges, balanced_expert_range, expert_range, families, hf_blocks, split_experts
+    from ckpt_layout import _shards, balanced_expert_range, expert_range, families, hf_blocks, split_experts
     from moe_core.testing import count_collectives
 
     rank = dist.get_rank()
@@ -127,11 +127,11 @@ def cases_of_this_rank():
         return None
 
     outcomes = {False: {name: outcome_of(case) for name, case in cases.items()}}
-    original, _ranges.chunk_range = _ranges.chunk_range, balanced_expert_range
+    original, _shards.chunk_range = _shards.chunk_range, balanced_expert_range
     try:
         outcomes[True] = {name: outcome_of(case) for name, case in cases.items()}
     finally:
-        _ranges.chunk_range = original
+        _shards.chunk_range = original
     return outcomes
 
 

@@ -11,7 +11,8 @@
 import io
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +20,38 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from ckpt_layout._background import BackgroundSaves, host_copies
-from ckpt_layout._dcp_errors import dcp_errors
-from ckpt_layout._dcp_reader import Reader
-from ckpt_layout._errors import LayoutError
-from ckpt_layout._hf_folder import some
-from ckpt_layout._latest import folder_of, latest_folder
-from ckpt_layout._model_tensors import model_tensors, without_ties
-from ckpt_layout._optimizer_state import (
-    PREFIX,
+from ckpt_layout._dcp import MODEL, OPTIMIZER, Reader, dcp_errors, refuse_what_dcp_mislabels, stored_tensors
+from ckpt_layout._errors import LayoutError, some
+from ckpt_layout._folders import (
+    folder_of,
+    free_name,
+    fresh_folder,
+    latest_folder,
+    partial_of,
+    publish,
+    remove_others,
+    write_durably,
+)
+from ckpt_layout._ranks import assert_replicated, gathered, removed_on_failure, together, world
+from ckpt_layout._shards import model_tensors, without_ties
+from ckpt_layout._training_state import (
+    capture_rng,
     check_groups,
     optimizer_settings,
     optimizer_tensors,
     restore_optimizer,
+    restore_rng,
     room_for_state,
 )
-from ckpt_layout._publish import free_name, fresh_folder, publish, remove_others, write_durably
-from ckpt_layout._ranges import runs_length
-from ckpt_layout._region import region_of
-from ckpt_layout._replicated import assert_replicated
-from ckpt_layout._rng import capture_rng, restore_rng
-from ckpt_layout._together import gathered, removed_on_failure, together, world
 
-_MODEL = "model/"
 _FORMAT = 1
 
 _log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def save_checkpoint(
     config_toml: str | None = None,
     plugins: Sequence[str] = (),
     keep_last: int | None = None,
-    background: BackgroundSaves | None = None,
+    background: "BackgroundSaves | None" = None,
 ) -> Path:
     """Store the training state after `step` steps; returns its folder. All ranks must call and share the disk.
 
@@ -106,11 +107,10 @@ def save_checkpoint(
     group = None if background is None else background.group
     with together("preparing the checkpoint", group):
         _check_arguments(step, keep_last)
-        content = _content(model, optimizer, scheduler, _meta(step, state, plugins), config_toml)
+        content = _content(model, optimizer, scheduler, meta_bytes(step, world()[1], state, plugins), config_toml)
         final = free_name(directory, step)
-        partial = directory / f".{final.name}.partial"
-    # what rank 0 sees counts: it publishes
-    final, partial = gathered((final, partial), group)[0]
+    final = gathered(final, group)[0]  # what rank 0 sees counts: it publishes
+    partial = partial_of(final)
     _same_keys_everywhere(content.tensors)
     assert_replicated(model)
     with together("making the folder", group):
@@ -121,7 +121,7 @@ def save_checkpoint(
             _write(content, partial, final, keep_last, None)
     else:
         with together("copying the state", group):
-            content = attrs.evolve(content, tensors=host_copies(content.tensors))
+            content = attrs.evolve(content, tensors=_host_copies(content.tensors))
 
         def write() -> None:
             with removed_on_failure(partial):
@@ -131,9 +131,7 @@ def save_checkpoint(
     return final
 
 
-def _write(
-    content: _Content, partial: Path, final: Path, keep_last: int | None, group: dist.ProcessGroup | None
-) -> None:
+def _write(content: _Content, partial: Path, final: Path, keep_last: int | None, group: ProcessGroup | None) -> None:
     """Everything after the copy; its collectives are on `group`."""
     with dcp_errors("writing the checkpoint"):
         dcp_save(
@@ -143,7 +141,7 @@ def _write(
             no_dist=world()[1] == 1,
         )
     with together("writing the checkpoint", group):
-        write_durably(partial / _rng_name(world()[0]), content.rng)
+        write_durably(partial / rng_name(world()[0]), content.rng)
         if world()[0] == 0:
             write_durably(partial / "host.pt", content.host)
             write_durably(partial / "meta.json", content.meta)
@@ -184,8 +182,10 @@ def load_checkpoint(
             has in another shape (all listed); parameter groups that differ.
         PeerError: another rank failed.
     """
+    directory, here = Path(directory), None
     with together("finding the checkpoint"):
-        here = _find(Path(directory), step) if world()[0] == 0 else None
+        if world()[0] == 0:
+            here = latest_folder(directory) if step is None else folder_of(directory, step)
     folder = gathered(here)[0]
     if folder is None:
         return None
@@ -206,12 +206,11 @@ def load_checkpoint(
             _refuse_unused(folder, room, stored)
         if scheduler is not None and host["scheduler"] is None:
             raise LayoutError(f"{folder}: holds no scheduler; load with scheduler=None, or save with one")
-        _refuse_what_dcp_mislabels(room)
+        refuse_what_dcp_mislabels(room)
     with dcp_errors(f"reading {folder}"):
         dcp_load(
             {key: tensor.detach() for key, tensor in room.items()},
             storage_reader=reader,
-            planner=DefaultLoadPlanner(),
             no_dist=world()[1] == 1,
         )
     with together("restoring the state"):
@@ -220,9 +219,75 @@ def load_checkpoint(
         if scheduler is not None:
             scheduler.load_state_dict(host["scheduler"])
         if meta["world_size"] == world()[1]:
-            rng = torch.load(folder / _rng_name(world()[0]), map_location="cpu", weights_only=True)
+            rng = torch.load(folder / rng_name(world()[0]), map_location="cpu", weights_only=True)
             restore_rng(rng, _device_type(tensors))
     return {**meta["state"], "step": meta["step"]}
+
+
+# -- saving while training goes on -------------------------------------------------------------------------
+
+
+class BackgroundSaves:
+    """Lets `save_checkpoint(..., background=...)` return as soon as the state is copied to the host.
+
+    All ranks create it together, at the start: it makes a process group of its own on the CPUs (gloo), so that
+    the collectives of a save and those of training never meet. One save is in flight at a time; the next waits
+    for it. What fails in a save is raised by the next `save_checkpoint` or `wait`, on all ranks.
+
+    A rank needs memory on the host for one copy of its shards and of their optimizer state.
+    """
+
+    def __init__(self) -> None:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.group: ProcessGroup | None = dist.new_group(backend="gloo") if several else None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Run `write` in the background; nothing may be in flight."""
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # raised again in the thread that waits
+                self._error = error
+
+        # a daemon: if training fails, the process ends without this save
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when the save in flight, if there is one, is complete; raises what it raised."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait, then give the group back. All ranks must call."""
+        try:
+            self.wait()
+        finally:
+            group, self.group = self.group, None
+            if group is not None:
+                dist.destroy_process_group(group)
+
+
+def _host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of each tensor on the CPU that later changes do not reach; of a DTensor, with the same placements."""
+    return {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.to("cpu", copy=True)
+    local: Any = tensor.to_local().to("cpu", copy=True)
+    # not from_local: on the mesh of an accelerator it would bring the copy back to it
+    return DTensor(local, tensor._spec, requires_grad=False)
 
 
 # -- what is stored ----------------------------------------------------------------------------------------
@@ -238,47 +303,24 @@ def _check_arguments(step: int, keep_last: int | None) -> None:
 def _content(
     model: nn.Module, optimizer: Optimizer | None, scheduler: Any, meta: bytes, config_toml: str | None
 ) -> _Content:
-    tensors, names = _tensors_to_save(model, optimizer)
-    host = _host_bytes(optimizer, scheduler, names)
-    rng = io.BytesIO()
-    torch.save(capture_rng(_device_type(tensors)), rng)
-    return _Content(tensors, host, meta, rng.getvalue(), config_toml)
-
-
-def _tensors_to_save(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[int, str]]:
     tensors = without_ties(model_tensors(model))
     names = _names_by_id(tensors)
-    every = {f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}
+    every = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
     if optimizer is not None:
         every |= optimizer_tensors(optimizer, names)
-    _refuse_what_dcp_mislabels(every)
-    return every, names
+    refuse_what_dcp_mislabels(every)
+    host = host_bytes(optimizer, scheduler, names)
+    rng = io.BytesIO()
+    torch.save(capture_rng(_device_type(tensors)), rng)
+    return _Content(every, host, meta, rng.getvalue(), config_toml)
 
 
 def _names_by_id(tensors: Mapping[str, Tensor]) -> dict[int, str]:
     return {id(tensor): name for name, tensor in tensors.items()}
 
 
-def _refuse_what_dcp_mislabels(tensors: Mapping[str, Tensor]) -> None:
-    """torch writes down an offset and a shape for each shard; they must be those of what the shard holds."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            continue
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        region = region_of(tensor)
-        held = tuple(runs_length(runs) for runs in region)
-        if 0 in held and 0 in shape:
-            continue
-        starts = tuple(runs[0].start for runs in region if runs)
-        if held != tuple(shape) or starts != tuple(offset) or any(len(runs) > 1 for runs in region):
-            raise LayoutError(
-                f"{name} of shape {tuple(tensor.shape)}: torch.distributed.checkpoint would file this rank's shard "
-                f"{region} under offset {tuple(offset)} and shape {tuple(shape)}; use sizes that divide evenly, or "
-                "another number of shards"
-            )
-
-
-def _host_bytes(optimizer: Optimizer | None, scheduler: Any, names: Mapping[int, str]) -> bytes:
+def host_bytes(optimizer: Optimizer | None, scheduler: Any, names: Mapping[int, str]) -> bytes:
+    """The content of host.pt."""
     content = {
         "optimizer": None if optimizer is None else optimizer_settings(optimizer, names),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -294,8 +336,9 @@ def _host_bytes(optimizer: Optimizer | None, scheduler: Any, names: Mapping[int,
     return buffer.getvalue()
 
 
-def _meta(step: int, state: Mapping[str, Any] | None, plugins: Sequence[str]) -> bytes:
-    meta = {"format": _FORMAT, "step": step, "world_size": world()[1], "torch": torch.__version__}
+def meta_bytes(step: int, ranks: int, state: Mapping[str, Any] | None = None, plugins: Sequence[str] = ()) -> bytes:
+    """The text of meta.json."""
+    meta = {"format": _FORMAT, "step": step, "world_size": ranks, "torch": torch.__version__}
     try:
         return (json.dumps({**meta, "plugins": list(plugins), "state": dict(state or {})}, indent=2) + "\n").encode()
     except (TypeError, ValueError) as error:
@@ -327,21 +370,17 @@ def _same_keys_everywhere(tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _rng_name(rank: int) -> str:
+def rng_name(rank: int) -> str:
     return f"rng-{rank:05d}.pt"
 
 
 # -- loading -----------------------------------------------------------------------------------------------
 
 
-def _find(directory: Path, step: int | None) -> Path | None:
-    return latest_folder(directory) if step is None else folder_of(directory, step)
-
-
 def _room(tensors: Mapping[str, Tensor], stored: Metadata) -> dict[str, Tensor]:
     """The model's tensors under their stored keys, if the checkpoint has exactly these, in these shapes."""
-    room = {f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}
-    shapes = _stored_shapes(stored, _MODEL)
+    room = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
+    shapes = {key: tuple(item.size) for key, item in stored_tensors(stored, MODEL).items()}
     missing, unused = room.keys() - shapes.keys(), shapes.keys() - room.keys()
     wrong = {
         f"{key} is {shapes[key]}, the model's is {tuple(room[key].shape)}"
@@ -349,21 +388,13 @@ def _room(tensors: Mapping[str, Tensor], stored: Metadata) -> dict[str, Tensor]:
         if shapes[key] != tuple(room[key].shape)
     }
     found = {"not in the checkpoint": missing, "not in the model": unused, "shapes differ": wrong}
-    problems = [f"{what}: {some(set(names))}" for what, names in found.items() if names]
+    problems = [f"{what}: {some(names)}" for what, names in found.items() if names]
     if problems:
         raise LayoutError("the checkpoint does not fit the model; " + "; ".join(problems))
     return room
 
 
 def _refuse_unused(folder: Path, room: Mapping[str, Tensor], stored: Metadata) -> None:
-    unused = _stored_shapes(stored, PREFIX).keys() - room.keys()
+    unused = stored_tensors(stored, OPTIMIZER).keys() - room.keys()
     if unused:
-        raise LayoutError(f"{folder}: optimizer state that nothing uses: {some(set(unused))}")
-
-
-def _stored_shapes(stored: Metadata, prefix: str) -> dict[str, tuple[int, ...]]:
-    return {
-        key: tuple(item.size)
-        for key, item in stored.state_dict_metadata.items()
-        if key.startswith(prefix) and isinstance(item, TensorStorageMetadata)
-    }
+        raise LayoutError(f"{folder}: optimizer state that nothing uses: {some(unused)}")

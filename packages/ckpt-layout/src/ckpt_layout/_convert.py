@@ -16,17 +16,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ckpt_layout._blocks import blocks_of
-from ckpt_layout._dcp_errors import dcp_errors
-from ckpt_layout._errors import LayoutError
-from ckpt_layout._families import Family
-from ckpt_layout._hf_load import resolve_family
-from ckpt_layout._hf_save import bytes_of, file_plans, stored_dtype, write_index
-from ckpt_layout._inspect import open_view
-from ckpt_layout._pieces import Piece, layouts
-from ckpt_layout._publish import fresh_folder, publish, write_durably
-from ckpt_layout._safetensors_file import FilePlan, create, write_block
-from ckpt_layout._views import MODEL, HfView, View
+from ckpt_layout._checkpoint import host_bytes, meta_bytes
+from ckpt_layout._dcp import MODEL, dcp_errors
+from ckpt_layout._families import Family, resolve_family
+from ckpt_layout._folders import free_name, fresh_folder, partial_of, publish, refuse_occupied, write_durably
+from ckpt_layout._hf import Item, file_plans, items_to_write, stored_dtype
+from ckpt_layout._hf_folder import FilePlan, bytes_of, create, write_block, write_index
+from ckpt_layout._inspect import HfView, View, open_view
+from ckpt_layout._layout import blocks_of
 
 Step = Callable[[int], object]
 """Told the bytes that were written."""
@@ -61,8 +58,7 @@ def convert(
     Raises:
         LayoutError: a ValueError: the source is damaged or incomplete, or the target exists.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise LayoutError(f"{target}: exists and is not empty; give another folder, or remove it first")
+    refuse_occupied(target)
     view = open_view(source, family)
     if to == "dcp":
         _to_dcp(view, target, dtype, step)
@@ -84,17 +80,10 @@ def _config(view: View, config: Path | None) -> Mapping[str, Any]:
 
 def total_bytes(source: Path, family: str | None = None) -> int:
     """How much `convert` has to read."""
-    return sum(info.bytes for info in open_view(source, family).tensors().values())
+    return sum(info.nbytes for info in open_view(source, family).tensors().values())
 
 
 # -- to a Hugging Face folder ------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class _Item:
-    name: str
-    pieces: list[Piece]
-    dtype: torch.dtype
 
 
 def _to_hf(
@@ -108,12 +97,9 @@ def _to_hf(
     limit: int,
     step: Step,
 ) -> None:
-    items = [
-        _Item(name, layouts(row, name, info.shape, stacked=stacked)[0], stored_dtype(name, info.dtype, row, dtype))
-        for name, info in view.tensors().items()
-    ]
+    items = items_to_write(view.tensors(), row, dtype, stacked=stacked)
     plans = file_plans(items, limit)
-    partial = target.parent / f".{target.name}.partial"
+    partial = partial_of(target)
     done = _Progress.of(partial, plans)
     for plan in plans:
         if plan.name not in done.files:
@@ -130,7 +116,7 @@ def _to_hf(
     partial.replace(target)
 
 
-def _fill(view: View, folder: Path, plan: FilePlan, items: list[_Item]) -> None:
+def _fill(view: View, folder: Path, plan: FilePlan, items: list[Item]) -> None:
     with (folder / plan.name).open("r+b", buffering=0) as file:
         for item in items:
             pieces = [piece for piece in item.pieces if piece.key in plan.starts]
@@ -199,11 +185,10 @@ def _to_dcp(view: View, target: Path, dtype: torch.dtype | None, step: Step) -> 
         name: stored_dtype(name, info.dtype, family, dtype) if family else dtype or info.dtype
         for name, info in infos.items()
     }
-    partial = target / ".step-00000000.partial"
+    final = free_name(target, step=0)
+    partial = partial_of(final)
     fresh_folder(partial)
-    planned = {
-        f"{MODEL}{name}": torch.empty(info.shape, dtype=dtypes[name], device="meta") for name, info in infos.items()
-    }
+    planned = {f"{MODEL}{name}": info.to(dtypes[name]) for name, info in infos.items()}
     with dcp_errors(f"writing {target}"):
         dcp_save(
             planned,
@@ -211,7 +196,6 @@ def _to_dcp(view: View, target: Path, dtype: torch.dtype | None, step: Step) -> 
             planner=_ReadWhenWritten(view, dtypes, step),
             no_dist=True,
         )
-    torch.save({"optimizer": None, "scheduler": None}, partial / "host.pt")
-    meta = {"format": 1, "step": 0, "world_size": 0, "torch": torch.__version__, "plugins": [], "state": {}}
-    write_durably(partial / "meta.json", json.dumps(meta, indent=2).encode())
-    publish(partial, target / "step-00000000")
+    write_durably(partial / "host.pt", host_bytes(optimizer=None, scheduler=None, names={}))
+    write_durably(partial / "meta.json", meta_bytes(step=0, ranks=0))
+    publish(partial, final)

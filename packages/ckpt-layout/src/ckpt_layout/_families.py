@@ -6,11 +6,12 @@ GroupedExperts are, [E, 2F, D] with the gate's rows first, and not as their fami
 add a row, or offer a component of kind `family`, or pass `Family(...)`.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
+
+from ckpt_layout._errors import LayoutError
 
 
 def _names(given: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -92,29 +93,6 @@ def _number_at(config: Any, place: int | str) -> int | str:
     for name in place.split("."):
         config = config.get(name) if isinstance(config, Mapping) else None
     return config if isinstance(config, int) else place
-
-
-def renamed(name: str, renames: Renames) -> str:
-    """`name` with each pair's first parts replaced by its second, in order."""
-    for old, replacement in renames:
-        if old.removeprefix("^") not in name:
-            continue
-        start, old = ("^()", old[1:]) if old.startswith("^") else (r"(^|\.)", old)
-        name = re.sub(rf"{start}{re.escape(old)}(?=\.|$)", rf"\g<1>{replacement}", name).removeprefix(".")
-    return name
-
-
-def on_disk(name: str, family: Family) -> str:
-    """The name on disk of a native tensor that no rule matches."""
-    return renamed(name, (*family.renames, *family.aliases))
-
-
-def native(key: str, family: Family) -> str:
-    """The name that `on_disk` made `key` of; of several, the one without aliases."""
-    for old, replacement in reversed(family.renames):
-        anchor = "^" if old.startswith("^") else ""
-        key = renamed(key, ((anchor + replacement, old.removeprefix("^")),))
-    return key
 
 
 def _experts(native: str, disk: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -366,3 +344,22 @@ def families(registry: Any = None) -> Mapping[str, Family]:
             row = component.load_factory()(component.load_config_class()(), None)
             rows[row.name] = row
     return rows
+
+
+def resolve_family(family: Family | str | None, config: Mapping[str, Any], where: object) -> Family:
+    """The family given, or that of the config's model type, with what it takes from the config; `where` is named
+    in the error."""
+    if isinstance(family, Family):
+        return family.with_config(config)
+    known = families()
+    if family is not None:
+        if family not in known:
+            raise LayoutError(f"family = {family!r}: must be one of {', '.join(sorted(known))}, or a Family")
+        return known[family].with_config(config)
+    model_type = config.get("model_type")
+    for row in known.values():
+        if model_type in row.model_types:
+            return row.with_config(config)
+    raise LayoutError(
+        f"{where}: model_type = {model_type!r} is of no known family ({', '.join(sorted(known))}): pass family="
+    )

@@ -1,27 +1,106 @@
-"""What a folder of weights holds, whether it is whole, and how two differ: the jobs of the command, as functions."""
+"""What a folder of weights holds, whether it is whole, and how two differ: either format as native tensors."""
 
 import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from ckpt_layout._errors import LayoutError
-from ckpt_layout._families import Family
+from ckpt_layout._checkpoint import rng_name
+from ckpt_layout._dcp import MODEL, Reader, dcp_errors, stored_tensors
+from ckpt_layout._errors import LayoutError, some
+from ckpt_layout._families import Family, resolve_family
+from ckpt_layout._folders import latest_folder
 from ckpt_layout._hf_folder import HfFolder
-from ckpt_layout._hf_load import resolve_family
-from ckpt_layout._ranges import get_sharded_expert_range
-from ckpt_layout._views import DcpView, HfView, TensorInfo, View, is_hf
+from ckpt_layout._layout import Piece, layouts, native_shapes, overlaps
+from ckpt_layout._shards import full_runs, get_sharded_expert_range
 
 _EXPERT_COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 """What families call the number of experts in config.json."""
 
 _STACK = re.compile(r"(^|\.)experts\.[^.]+$")
+
+
+# -- native tensors by name, read one at a time ------------------------------------------------------------
+
+
+class View(Protocol):
+    """Native tensors by name."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Of the right shape and dtype, but without memory (on the meta device)."""
+        ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class DcpView:
+    """The model's tensors of a checkpoint in torch.distributed.checkpoint's format."""
+
+    def __init__(self, path: Path) -> None:
+        folder = path if is_dcp(path) else latest_folder(path)
+        if folder is None or not is_dcp(folder):
+            raise LayoutError(f"{path}: holds no checkpoint: neither .metadata nor a file `latest` that names one")
+        self.folder = folder
+        self._reader = Reader(folder)
+        stored = stored_tensors(self._reader.read_metadata())
+        prefix = MODEL if any(key.startswith(MODEL) for key in stored) else ""
+        self._keys = {key.removeprefix(prefix): key for key in stored if key.startswith(prefix)}
+        self._infos = {
+            name: torch.empty(stored[key].size, dtype=stored[key].properties.dtype, device="meta")
+            for name, key in self._keys.items()
+        }
+        self.others = len(stored) - len(self._keys)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self._infos
+
+    def read(self, name: str) -> Tensor:
+        tensor = torch.empty_like(self._infos[name], device="cpu")
+        with dcp_errors(f"reading {self.folder}"):
+            dcp_load({self._keys[name]: tensor}, storage_reader=self._reader, no_dist=True)
+        return tensor
+
+
+class HfView:
+    """A Hugging Face folder, put together as the family's native tensors."""
+
+    def __init__(self, folder: HfFolder, family: Family) -> None:
+        self.folder, self.family = folder, family
+        self._pieces: dict[str, list[Piece]] = {}
+        self._infos: dict[str, Tensor] = {}
+        for name, shape in native_shapes(family, folder.shapes()).items():
+            way = next((w for w in layouts(family, name, shape) if {p.key for p in w} <= folder.keys()), None)
+            if way is None:
+                wanted = {piece.key for piece in layouts(family, name, shape)[0]}
+                raise LayoutError(f"{folder.path}: {name} is not complete: no {some(wanted - folder.keys())}")
+            self._pieces[name] = way
+            self._infos[name] = torch.empty(shape, dtype=folder.dtype(way[0].key), device="meta")
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self._infos
+
+    def read(self, name: str) -> Tensor:
+        tensor = torch.empty_like(self._infos[name], device="cpu")
+        region = tuple(map(full_runs, tensor.shape))
+        for piece in self._pieces[name]:
+            for overlap in overlaps(tensor, region, piece):
+                overlap.fill(self.folder.read(piece.key, overlap.disk, overlap.local))
+        return tensor
+
+
+def is_dcp(path: Path) -> bool:
+    return (path / ".metadata").is_file()
+
+
+def is_hf(path: Path) -> bool:
+    return any(path.glob("*.safetensors"))
 
 
 def open_view(path: Path, family: str | Family | None = None) -> View:
@@ -40,6 +119,9 @@ def open_view(path: Path, family: str | Family | None = None) -> View:
 
 def family_of(folder: HfFolder, family: str | Family | None) -> Family:
     return resolve_family(family, folder.config(), folder.path / "config.json")
+
+
+# -- the jobs of the command -------------------------------------------------------------------------------
 
 
 def ranges(num_experts: int, ranks: int) -> Iterator[str]:
@@ -67,15 +149,15 @@ def describe(path: Path, family: str | None = None) -> Iterator[str]:
         yield f"{dcp.folder}: torch.distributed.checkpoint, step {meta.get('step')}, {meta.get('world_size')} ranks"
         yield f"{dcp.others} tensors of the optimizer; plugins: {', '.join(meta.get('plugins', ())) or 'not stored'}"
     infos = view.tensors()
-    yield f"{len(infos)} native tensors, {_size(sum(info.bytes for info in infos.values()))}"
-    by_dtype: dict[str, list[TensorInfo]] = defaultdict(list)
+    yield f"{len(infos)} native tensors, {_size(sum(info.nbytes for info in infos.values()))}"
+    by_dtype: dict[str, list[Tensor]] = defaultdict(list)
     for info in infos.values():
         by_dtype[str(info.dtype).removeprefix("torch.")].append(info)
     for dtype, those in sorted(by_dtype.items()):
-        yield f"  {dtype}: {len(those)} tensors, {_size(sum(info.bytes for info in those))}"
+        yield f"  {dtype}: {len(those)} tensors, {_size(sum(info.nbytes for info in those))}"
     for name, info in infos.items():
         if _STACK.search(name) and len(info.shape) > 1:
-            yield f"  {name}: experts 0:{info.shape[0]} of {info.shape[1:]}, none missing"
+            yield f"  {name}: experts 0:{info.shape[0]} of {tuple(info.shape[1:])}, none missing"
 
 
 def missing_experts(folder: HfFolder) -> Iterator[str]:
@@ -125,7 +207,7 @@ def _problems_beside(folder: Path) -> Iterator[str]:
     except Exception as error:  # what a damaged file raises depends on where it is damaged
         yield f"{folder / 'host.pt'}: cannot be read: {error}"
     for rank in range(meta["world_size"]):
-        if not (folder / f"rng-{rank:05d}.pt").is_file():
+        if not (folder / rng_name(rank)).is_file():
             yield f"{folder}: the generators of rank {rank} are missing"
 
 
@@ -137,7 +219,7 @@ def differences(a: Path, b: Path, family: str | None = None) -> Iterator[str]:
         if name not in theirs or name not in mine:
             yield f"{name}: only in {a if name in mine else b}"
         elif mine[name].shape != theirs[name].shape:
-            yield f"{name}: {mine[name].shape} and {theirs[name].shape}"
+            yield f"{name}: {tuple(mine[name].shape)} and {tuple(theirs[name].shape)}"
         else:
             if mine[name].dtype != theirs[name].dtype:
                 yield f"{name}: {mine[name].dtype} and {theirs[name].dtype}"

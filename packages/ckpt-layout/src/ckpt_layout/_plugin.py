@@ -9,7 +9,7 @@ import attrs
 from moe_core.plugins import Component, hookimpl
 
 if TYPE_CHECKING:
-    from ckpt_layout._background import BackgroundSaves
+    from ckpt_layout._checkpoint import BackgroundSaves
     from ckpt_layout._families import Family
     from moe_core.plugins import Run
 
@@ -57,7 +57,7 @@ class DcpCheckpointer:
         )
 
     def latest_step(self) -> int | None:
-        from ckpt_layout._latest import latest_step
+        from ckpt_layout._folders import latest_step
 
         return latest_step(self.directory)
 
@@ -85,7 +85,7 @@ def build_dcp(config: DcpConfig, run: "Run") -> DcpCheckpointer:
     directory = Path(config.directory or Path(run.config.run.output_dir) / "checkpoints")
     background = None
     if config.background:
-        from ckpt_layout._background import BackgroundSaves
+        from ckpt_layout._checkpoint import BackgroundSaves
 
         background = BackgroundSaves()
     return DcpCheckpointer(directory, config.keep_last, background)

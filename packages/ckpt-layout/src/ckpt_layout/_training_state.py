@@ -1,10 +1,11 @@
-"""An optimizer's state as named tensors, taken and put back as it is.
+"""What training has beside the model, taken and put back as it is: the optimizer's state, the random generators.
 
-Going through the state itself, and not through `torch.distributed.checkpoint.state_dict`, avoids that
+Going through the optimizer's state itself, and not through `torch.distributed.checkpoint.state_dict`, avoids that
 module's hidden optimizer step: parameters that never had a gradient have no state and get none, a step
 count of 0 stays 0, and gradients that are still there change nothing.
 """
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,15 +14,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from ckpt_layout._dcp import OPTIMIZER, stored_tensors
 from ckpt_layout._errors import LayoutError
-
-PREFIX = "optimizer/"
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
     """Every state tensor as "optimizer/<parameter>/<key>"; `names` has parameters' names by `id`."""
     return {
-        f"{PREFIX}{_name(parameter, names)}/{key}": value
+        f"{OPTIMIZER}{_name(parameter, names)}/{key}": value
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
         if isinstance(value, Tensor)
@@ -64,10 +64,9 @@ def room_for_state(optimizer: Optimizer, names: Mapping[int, str], metadata: Met
     room = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            prefix = f"{PREFIX}{_name(parameter, names)}/"
-            for key, stored in metadata.state_dict_metadata.items():
-                if key.startswith(prefix) and isinstance(stored, TensorStorageMetadata):
-                    room[key] = _empty(stored, parameter, key.removeprefix(prefix), group)
+            prefix = f"{OPTIMIZER}{_name(parameter, names)}/"
+            for key, stored in stored_tensors(metadata, prefix).items():
+                room[key] = _empty(stored, parameter, key.removeprefix(prefix), group)
     return room
 
 
@@ -91,7 +90,7 @@ def restore_optimizer(
                 group[key] = _as_before(group.get(key), value)
         for parameter in group["params"]:
             name = _name(parameter, names)
-            prefix = f"{PREFIX}{name}/"
+            prefix = f"{OPTIMIZER}{name}/"
             state = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
             state |= settings["others"].get(name, {})
             if state:
@@ -113,3 +112,18 @@ def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
             f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model: build the "
             "optimizer after the model is sharded"
         ) from None
+
+
+def capture_rng(device_type: str) -> dict[str, Any]:
+    """The state of this rank's generators: Python's, torch's, and the current device's where it has its own."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if device_type != "cpu":
+        state[device_type] = torch.get_device_module(device_type).get_rng_state()
+    return state
+
+
+def restore_rng(state: dict[str, Any], device_type: str) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if device_type in state:
+        torch.get_device_module(device_type).set_rng_state(state[device_type])

@@ -1,19 +1,70 @@
-"""Proof that what every rank has a copy of is the same on all of them."""
+"""What all ranks do together: fail on all if one does, and prove that what they have copies of is the same."""
 
-import ctypes
 import hashlib
+import shutil
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from ckpt_layout._errors import ReplicaMismatchError
-from ckpt_layout._model_tensors import model_tensors
-from ckpt_layout._region import local_of, region_of
-from ckpt_layout._together import gathered, world
+from ckpt_layout._errors import PeerError, ReplicaMismatchError
+from ckpt_layout._shards import local_of, model_tensors, raw_bytes, region_of
+
+
+def world() -> tuple[int, int]:
+    """(rank, number of ranks) of the default process group; (0, 1) without one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def gathered(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """`value` of every rank, by rank."""
+    if group is None and world()[1] == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+@contextmanager
+def together(what: str, group: ProcessGroup | None = None) -> Iterator[None]:
+    """Leave the block on all ranks or raise on all: the own error where there is one, `PeerError` elsewhere.
+
+    The block must hold no collective, for a rank that failed does not take part in the next one.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # raised again below, once the peers know of it
+        error = caught
+    reports = gathered(None if error is None else f"{type(error).__name__}: {error}", group)
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]
+    if failed:
+        raise PeerError(f"{what} failed on {'; '.join(failed)}")
+
+
+@contextmanager
+def removed_on_failure(partial: Path) -> Iterator[None]:
+    """Remove the folder `partial` if the block raises, so that a full disk is not full of what is of no use.
+
+    The block must raise on all ranks or on none, as `together` does: then nobody writes there any more.
+    """
+    try:
+        yield
+    except Exception:  # whatever it was: it is raised again below, once the folder is gone
+        if world()[0] == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def assert_replicated(model: nn.Module, mesh_or_group: DeviceMesh | ProcessGroup | None = None) -> None:
@@ -43,7 +94,7 @@ def assert_replicated(model: nn.Module, mesh_or_group: DeviceMesh | ProcessGroup
 def _compare(model: nn.Module, group: ProcessGroup | None) -> None:
     size = world()[1] if group is None else group.size()
     mine = {
-        name: (region_of(tensor), digest(local_of(tensor)))
+        name: (region_of(tensor), _digest(local_of(tensor)))
         for name, tensor in model_tensors(model).items()
         if _has_copies(tensor, size)
     }
@@ -69,19 +120,9 @@ def _has_copies(tensor: Tensor, ranks: int) -> bool:
     return tensor.device_mesh.size() < ranks or any(isinstance(p, Replicate) for p in tensor.placements)
 
 
-def digest(tensor: Tensor) -> str:
+def _digest(tensor: Tensor) -> str:
     """A digest of dtype, shape and bits."""
     tensor = tensor.detach().cpu().contiguous()
     checksum = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
     checksum.update(raw_bytes(tensor))
     return checksum.hexdigest()
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, without a copy; valid as long as the tensor is."""
-    assert tensor.device == torch.device("cpu")
-    assert tensor.is_contiguous()
-    count = tensor.numel() * tensor.element_size()
-    if count == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * count).from_address(tensor.data_ptr())).cast("B")
