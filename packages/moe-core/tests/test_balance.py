@@ -11,7 +11,7 @@ from moe_core.testing import count_collectives, run_ranks
 
 
 def test_one_imbalanced_step_moves_the_right_entries():
-    router = TopKRouter(8, 4, 1)
+    router = TopKRouter(8, 4, 1, normalize=False)
     router.tokens_per_expert.copy_(torch.tensor([9, 0, 3, 0]))  # mean 3
     loads = update_router_bias(nn.Sequential(router), None, rate=1e-3)
     torch.testing.assert_close(router.bias, torch.tensor([-1e-3, 1e-3, 0.0, 1e-3]))
@@ -31,7 +31,7 @@ def test_four_microbatches_are_one_update():
 
 
 def test_a_layer_without_bias_stops_no_other():
-    layers = nn.ModuleList([TopKRouter(8, n, 1, selection_bias=n != 5) for n in (4, 5, 6)])
+    layers = nn.ModuleList([TopKRouter(8, n, 1, normalize=False, selection_bias=n != 5) for n in (4, 5, 6)])
     for router in layers:
         router.tokens_per_expert[0] = 12
     update_router_bias(layers, None, rate=0.5)
@@ -41,7 +41,7 @@ def test_a_layer_without_bias_stops_no_other():
 
 
 def test_a_mean_that_is_no_integer_is_compared_exactly():
-    router = TopKRouter(8, 3, 1)
+    router = TopKRouter(8, 3, 1, normalize=False)
     big = 2**40
     router.tokens_per_expert.copy_(torch.tensor([big, big, big + 1]))  # fp32 would see three equal loads
     update_router_bias(router, None, rate=1.0)
@@ -91,7 +91,7 @@ def test_negative_control_the_wrong_group_lets_the_bias_drift_apart(shape, along
 
 def test_loads_are_summed_over_a_group():
     def update():
-        router = TopKRouter(8, 3, 1)
+        router = TopKRouter(8, 3, 1, normalize=False)
         router.tokens_per_expert[dist.get_rank()] = 4  # each rank alone would push another expert down
         router.tokens_per_expert[2] += 1
         update_router_bias(router, dist.group.WORLD, rate=1.0)

@@ -70,7 +70,7 @@ def test_layer_equals_a_plain_loop(fields):
 def test_fields_may_be_given_as_arguments_and_replace_those_of_a_config():
     layer = MoE(CONFIG, top_k=3, activation=torch.tanh)
     assert layer.config.top_k == layer.router.top_k == 3
-    bare = MoE(dim=8, num_experts=4, top_k=1, hidden_dim=8)
+    bare = MoE(dim=8, num_experts=4, top_k=2, hidden_dim=8)
     assert bare.shared_experts is None
     assert [name for name, _ in bare.named_parameters()] == ["router.weight", "experts.up_proj", "experts.down_proj"]
 

@@ -120,7 +120,7 @@ def test_ties_go_to_the_lowest_id():
 
 
 def test_weight_and_bias_stay_fp32_and_exact():
-    router = make_router(1, num_experts=4, bias=[64.0, 64.1, 64.2, 63.9])
+    router = make_router(1, num_experts=4, normalize=False, bias=[64.0, 64.1, 64.2, 63.9])
     before = router.weight.detach().clone()
     torch.nn.Sequential(router).to(torch.bfloat16)
     assert router.weight.dtype == router.bias.dtype == torch.float32
@@ -231,6 +231,7 @@ def test_a_recomputation_does_not_choose_again(monkeypatch):
     assert torch.equal(seen[0], seen[1])
 
 
+@pytest.mark.filterwarnings("ignore:top_k = 1 with")
 @pytest.mark.parametrize("score", ["sigmoid", "softmax", "softmax_topk"])
 @pytest.mark.parametrize(("dim", "num_experts", "top_k"), [(24, 10, 2), (7, 5, 3), (33, 60, 5), (5, 2, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -308,3 +309,36 @@ def test_no_tokens():
 def test_numbers_that_do_not_fit_are_refused(options, key):
     with pytest.raises(ValueError, match=key):
         TopKRouter(D, E, **{"top_k": 2, **options})
+
+
+def router_gradient(router):
+    """What a loss of the weights leaves in the router."""
+    hidden = torch.randn(50, router.dim, generator=torch.Generator().manual_seed(0))
+    router(hidden).expert_weights.square().sum().backward()
+    return router.weight.grad.abs().max().item()
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({}, "normalize=False"),
+        ({"score": "softmax"}, "normalize=False"),
+        ({"score": "softmax_topk", "normalize": False}, "score by 'sigmoid'"),
+        ({"num_groups": 6, "top_groups": 1}, "normalize=False"),
+        ({"score": "softmax", "num_experts": 1, "normalize": False}, "over several experts"),
+    ],
+    ids=["sigmoid", "softmax", "softmax of one", "groups of one expert", "one expert"],
+)
+def test_a_weight_that_is_always_one_is_warned_of(options, fix):
+    with pytest.warns(UserWarning, match="top_k = 1 with .*learns nothing") as warned:
+        router = make_router(1, **options)
+    assert fix in str(warned[0].message)
+    assert warned[0].filename == __file__
+    assert router_gradient(router) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options", [{"normalize": False}, {"normalize": False, "score": "softmax"}, {"normalize": False, "num_groups": 6}]
+)
+def test_one_expert_with_a_weight_of_its_own_is_no_mistake(options):
+    assert router_gradient(make_router(1, **options)) > 1e-2

@@ -122,6 +122,15 @@ def test_all_faults_are_named_at_once():
 
 def test_rules_of_blocks_that_are_not_there_do_not_apply():
     attrs.evolve(presets["tiny"], pattern="*", mamba_num_groups=3, top_k=17)
+    attrs.evolve(presets["tiny"], pattern="*", top_k=1)
+
+
+def test_a_router_that_would_not_be_trained_is_warned_of():
+    with pytest.warns(UserWarning, match=r"top_k = 1 with normalize_top_k = true.* = 2\.5, .*normalize_top_k = false"):
+        config = attrs.evolve(presets["tiny"], top_k=1)
+    with pytest.warns(UserWarning, match="top_k = 1"):
+        NemotronNanoConfig.from_hf(config.to_hf())
+    attrs.evolve(presets["tiny"], top_k=1, normalize_top_k=False)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class MoEConfig:
     top_groups: int = attrs.field(default=1, validator=attrs.validators.ge(1))
     """How many groups a token may choose from."""
     normalize: bool = True
-    """Divide a token's weights by their sum."""
+    """Divide a token's weights by their sum. Of one weight (top_k = 1) that leaves 1, and the router untrained."""
     scale: float = 1.0
     """Factor on the weights, after normalisation."""
     selection_bias: bool = True

@@ -22,6 +22,7 @@ Modules that must compute in fp32 whatever the rest of the model does carry the 
 has to leave them (and what it casts their parameters to) alone.
 """
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -115,8 +116,13 @@ class TopKRouter(BalancedRouter):
 
         Raises:
             ValueError: K, the groups or the score do not fit.
+
+        Warns of a `top_k`, which groups of one expert also force to 1, whose only weight is always `scale`: no loss
+        of the model's output then trains the router.
         """
         _check(num_experts, top_k, score, num_groups, top_groups)
+        if top_k == 1:
+            _warn_if_untrained(num_experts, score, normalize)
         super().__init__(num_experts, selection_bias, device)
         self.dim, self.top_k = dim, top_k
         self.score: Score = score
@@ -197,3 +203,18 @@ def _check(num_experts: int, top_k: int, score: str, num_groups: int, top_groups
             f"top_k = {top_k}: must be at most {selectable}, the number of experts in top_groups = {top_groups} "
             f"of num_groups = {num_groups} groups; choose a smaller top_k or more groups"
         )
+
+
+def _warn_if_untrained(num_experts: int, score: str, normalize: bool) -> None:
+    """Of one expert for each token."""
+    if normalize:
+        reason, fix = "normalize = True", "set normalize=False, so that the chosen score is the weight"
+    elif score == "softmax_topk" or (score == "softmax" and num_experts == 1):
+        reason, fix = f"score = {score!r} over one expert", "score by 'sigmoid', or by 'softmax' over several experts"
+    else:
+        return
+    warnings.warn(
+        f"top_k = 1 with {reason}: a token's only weight is the same whatever the router says, so the router learns "
+        f"nothing from the model's loss; {fix}, or choose a top_k of 2 or more",
+        stacklevel=3,
+    )

@@ -1,5 +1,6 @@
 """The shape of a model, checked; by name (`presets`), and from and to Hugging Face's `config.json`. No torch."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -78,7 +79,8 @@ class NemotronNanoConfig:
     routed_scaling_factor: float = 2.5
     """What the sum of a token's expert weights comes to."""
     normalize_top_k: bool = True
-    """Divide the chosen scores by their sum before scaling."""
+    """Divide the chosen scores by their sum before scaling. With top_k = 1 that leaves the router untrained, which
+    is warned of."""
     router_num_groups: int = 1
     """Groups of experts, of which a token uses `router_top_groups`."""
     router_top_groups: int = 1
@@ -102,6 +104,13 @@ class NemotronNanoConfig:
     def __attrs_post_init__(self) -> None:
         if faults := list(_faults(self)):
             raise NemotronNanoConfigError(faults)
+        if "E" in self.pattern and self.top_k == 1 and self.normalize_top_k:
+            warnings.warn(
+                "top_k = 1 with normalize_top_k = true: a token's only expert weight is always routed_scaling_factor = "
+                f"{self.routed_scaling_factor}, so the router learns nothing from the loss; set normalize_top_k = "
+                "false, or top_k to 2 or more",
+                stacklevel=2,
+            )
 
     @property
     def num_layers(self) -> int:
