@@ -130,7 +130,9 @@ def _of_the_step(work: Workload, mesh: MeshConfig, num_parameters: int) -> Itera
     yield _all_reduce("valid tokens", _INT64, ranks)
     if work.clips and mesh.dp_shard > 1:
         infinite = getattr(work.config["clipper"].config, "norm_type", 2.0) == math.inf
-        yield _all_reduce("gradient norm", num_parameters * _FP32 * (1 + infinite), mesh.dp_shard)
+        # beside each parameter's: flags of what is no number, or a norm of every rank that cannot overflow
+        beside = num_parameters if infinite else mesh.dp_shard
+        yield _all_reduce("gradient norm", (num_parameters + beside) * _FP32, mesh.dp_shard)
     layers = work.model.pattern.count("E")
     if layers and ranks > 1:
         yield _all_reduce("expert loads", layers * work.model.num_experts * _INT64, ranks)
