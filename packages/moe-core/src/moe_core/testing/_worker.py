@@ -1,12 +1,18 @@
-"""One rank of `run_ranks`: waits for calls on the file descriptor that it is given."""
+"""The process at the other end of `run_ranks`: a rank that waits for calls, or the template that ranks are forked from.
+
+Both are given the file descriptor of their connection.
+"""
 
 import functools
 import gc
 import os
+import signal
+import socket
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,7 +25,7 @@ import torch.distributed.tensor.debug
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it silently
 
 
-def main(descriptor: int) -> None:
+def _serve_calls(descriptor: int) -> None:
     connection = Connection(descriptor)
     connection.send_bytes(b"ready")
     while True:
@@ -92,5 +98,48 @@ def _reset() -> None:
     torch.set_num_threads(1)
 
 
+def _serve_forks(descriptor: int) -> None:
+    """The template: imports what ranks need, then forks a rank or says how one ended, until the other side hangs up."""
+    import torch._dynamo  # what a first process group imports, and the slowest of all
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp  # noqa: F401 - imported for the forks
+
+    # what is imported is never garbage: the collections of the ranks need not look at it
+    gc.freeze()
+    # Ctrl-C reaches the whole terminal group; the pool ends its ranks itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = socket.socket(fileno=os.dup(descriptor))
+    connection = Connection(descriptor)
+    while True:
+        try:
+            what, argument = connection.recv()
+        except EOFError:
+            return
+        if what == "fork":
+            _, (theirs, *_), _, _ = socket.recv_fds(channel, 2, 1)
+            connection.send(_fork(theirs, argument, (connection, channel)))
+            os.close(theirs)
+        else:
+            pid, status = os.waitpid(argument, os.WNOHANG if what == "poll" else 0)
+            connection.send(os.waitstatus_to_exitcode(status) if pid else None)
+
+
+def _fork(theirs: int, path: list[str], inherited: Sequence[Connection | socket.socket]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        for resource in inherited:
+            resource.close()
+        sys.path[:] = path
+        _serve_calls(theirs)
+        status = 0
+    finally:
+        # without the clean-up that belongs to the template
+        os._exit(status)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    serve = _serve_forks if "template" in sys.argv else _serve_calls
+    serve(int(sys.argv[1]))

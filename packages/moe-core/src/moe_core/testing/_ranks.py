@@ -1,11 +1,16 @@
 """`run_ranks`: a function on several gloo ranks, in processes that are started once and kept.
 
-Starting a rank costs seconds, a call on ranks that are there about 0.05 s. Ranks are never trusted after
-something went wrong: any exception, kill or time-out ends all of them, and the next call starts afresh.
+Starting a rank costs seconds, a call on ranks that are there about 0.05 s: importing torch is what takes long. On Linux
+it happens once: a template process imports it, starts no thread and no group, and every rank is a fork of it, ready at
+once. Elsewhere each rank is a Python of its own. Ranks are never trusted after something went wrong: any exception,
+kill or time-out ends all of them, and the next call starts afresh.
 """
 
 import atexit
+import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,8 +20,6 @@ from typing import Any
 
 import attrs
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it silently
-
-from moe_core.testing._process import Process, RankStarter
 
 try:
     import cloudpickle
@@ -28,13 +31,7 @@ _GRACE_SECONDS = 2.0
 
 _START_SECONDS = 120.0
 
-_ECHOES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket Timeout",
-    "Timed out",
-)
+_ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "Timed out")
 """What a rank says when a peer of it is gone."""
 
 
@@ -61,9 +58,68 @@ class _Failure:
         return any(echo in self.text for echo in _ECHOES)
 
 
+def _spawn(theirs: socket.socket, *words: str) -> "subprocess.Popen[bytes]":
+    """A Python of its own that runs `moe_core.testing._worker`, with its end of a connection."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return subprocess.Popen(
+        [sys.executable, "-m", "moe_core.testing._worker", str(theirs.fileno()), *words],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )
+
+
+class _Template:
+    """The process that ranks are forks of. They are its children, so it is asked how they ended."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = _spawn(theirs, "template")
+        self._socket = ours
+        self._connection = Connection(os.dup(ours.fileno()))
+
+    def fork(self, theirs: socket.socket) -> "_Forked":
+        self._connection.send(("fork", list(sys.path)))
+        socket.send_fds(self._socket, [b"fd"], [theirs.fileno()])
+        return _Forked(self._connection.recv(), self._connection)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._socket.close()
+        self.process.wait()
+
+
+@attrs.define
+class _Forked:
+    """A fork of the template, by its process id."""
+
+    pid: int
+    _connection: Connection
+    _status: int | None = None
+
+    def poll(self) -> int | None:
+        return self._ask("poll")
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._ask("wait")
+        assert status is not None
+        return status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _ask(self, what: str) -> int | None:
+        if self._status is None:
+            self._connection.send((what, self.pid))
+            self._status = self._connection.recv()
+        return self._status
+
+
 @attrs.define(eq=False)
 class _Worker:
-    process: Process
+    process: "subprocess.Popen[bytes] | _Forked"
     connection: Connection
 
     def kill(self) -> None:
@@ -77,7 +133,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
-        self._starter = RankStarter()
+        self._template: _Template | None = None
 
     def run(
         self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float, device_type: str
@@ -103,19 +159,30 @@ class _Pool:
 
     def close(self) -> None:
         self.end_ranks()
-        self._starter.close()
+        if self._template is not None:
+            self._template.close()
+            self._template = None
 
     def _discard_the_dead(self) -> None:
         if any(worker.process.poll() is not None for worker in self._workers):
             self.end_ranks()
 
     def _grow(self, world_size: int) -> None:
-        fresh = [_Worker(*self._starter.start()) for _ in range(world_size - len(self._workers))]
+        fresh = [self._start() for _ in range(world_size - len(self._workers))]
         self._workers += fresh
         for worker in fresh:
             if not worker.connection.poll(_START_SECONDS):
                 raise RanksTimedOut(f"a rank did not start within {_START_SECONDS:.0f} s")
             worker.connection.recv_bytes()
+
+    def _start(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            if sys.platform != "linux":
+                return _Worker(_spawn(theirs), Connection(ours.detach()))
+            if self._template is None or self._template.process.poll() is not None:
+                self._template = _Template()
+            return _Worker(self._template.fork(theirs), Connection(ours.detach()))
 
 
 def _collect(workers: list[_Worker], timeout: float) -> list[Any]:
@@ -147,7 +214,7 @@ def _collect(workers: list[_Worker], timeout: float) -> list[Any]:
     return [results[rank] for rank in range(len(workers))]
 
 
-def _how_it_died(process: Process) -> str:
+def _how_it_died(process: "subprocess.Popen[bytes] | _Forked") -> str:
     code = process.wait(timeout=10)
     if code < 0:
         return f"killed by signal {-code} ({signal.Signals(-code).name})"
@@ -161,11 +228,8 @@ def _by_value(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     file = getattr(module, "__file__", None)
-    if module is None or file is None or module.__name__ == "__main__":
-        return cloudpickle.dumps((fn, args))
-    if any(Path(file).is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix)):
-        return cloudpickle.dumps((fn, args))
-    if module.__name__ in cloudpickle.list_registry_pickle_by_value():
+    installed = file is None or any(Path(file).is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
+    if module is None or installed or module.__name__ in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
         return cloudpickle.dumps((fn, args))
     cloudpickle.register_pickle_by_value(module)
     try:
