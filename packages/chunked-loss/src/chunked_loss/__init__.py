@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from chunked_loss._clm import clm_cross_entropy_loss as clm_cross_entropy_loss
     from chunked_loss._clm import clm_cross_entropy_loss_sum as clm_cross_entropy_loss_sum
     from chunked_loss._clm import compiled as compiled
-    from chunked_loss._labels import global_denominator as global_denominator
     from chunked_loss._head import skip_lm_head as skip_lm_head
+    from chunked_loss._labels import global_denominator as global_denominator
     from chunked_loss._linear_cross_entropy import LossStats as LossStats
     from chunked_loss._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 
