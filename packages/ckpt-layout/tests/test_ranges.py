@@ -5,8 +5,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt_layout import balanced_expert_range, chunk_range, get_sharded_expert_range
+from ckpt_layout import balanced_expert_range, chunk_range, get_sharded_expert_range, local_blocks
 from ckpt_layout._shards import held_region, runs_length
+from moe_core.testing import run_ranks
 
 
 @pytest.mark.parametrize("of", [chunk_range, get_sharded_expert_range])
@@ -101,3 +102,53 @@ def test_every_index_is_held_once_for_any_nesting():
                     if runs_length(rows) and runs_length(columns):
                         seen[torch.tensor(indices(rows))[:, None], torch.tensor(indices(columns))] += 1
         assert (seen == copies).all(), placements
+
+
+def shape_and_blocks(case):
+    """What each rank of (2, 2) finds in its shard of an uneven matrix; and that it may write there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(9 * 6).view(9, 6)
+    if case == "several runs":
+        # rows 0:3, 3:6 and 6:9, each cut in two
+        rank = mesh.get_coordinate()[0]
+        rows = torch.cat([third.chunk(2)[rank] for third in whole.chunk(3)])
+        placements = (_StridedShard(0, split_factor=3), Replicate())
+        tensor = DTensor.from_local(rows, mesh, placements, shape=whole.shape, stride=whole.stride(), run_check=False)
+    elif case == "plain":
+        tensor = whole.clone()
+    elif case == "empty":
+        tensor = distribute_tensor(whole[:2], mesh, (Shard(0), Shard(0)))
+    else:
+        rows_and_columns = {"rows": (Shard(0), Shard(0)), "both": (Shard(0), Shard(1)), "half": (Replicate(), Shard(0))}
+        tensor = distribute_tensor(whole, mesh, rows_and_columns[case])
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    blocks = list(local_blocks(tensor))
+    assert all(torch.equal(values, whole[where]) for values, where in blocks)
+    assert sum(values.numel() for values, _ in blocks) == local.numel()
+    for values, _ in blocks:
+        values.fill_(-1)
+    assert (local == -1).all()
+    return [[(part.start, part.stop) for part in where] for _, where in blocks]
+
+
+@pytest.mark.parametrize(
+    ("case", "first", "last"),
+    [
+        ("plain", [[(0, 9), (0, 6)]], [[(0, 9), (0, 6)]]),
+        ("rows", [[(0, 3), (0, 6)]], [[(7, 9), (0, 6)]]),
+        ("both", [[(0, 5), (0, 3)]], [[(5, 9), (3, 6)]]),
+        ("half", [[(0, 5), (0, 6)]], [[(5, 9), (0, 6)]]),
+        ("empty", [[(0, 1), (0, 6)]], []),
+        (
+            "several runs",
+            [[(0, 2), (0, 6)], [(3, 5), (0, 6)], [(6, 8), (0, 6)]],
+            [[(2, 3), (0, 6)], [(5, 6), (0, 6)], [(8, 9), (0, 6)]],
+        ),
+    ],
+)
+def test_blocks_of_a_shard_are_views_of_it(case, first, last):
+    results = run_ranks(shape_and_blocks, 4, case)
+    assert (results[0], results[3]) == (first, last)

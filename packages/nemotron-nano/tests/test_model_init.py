@@ -198,28 +198,6 @@ def test_what_a_file_holds_is_not_drawn_again(tmp_path):
         assert torch.equal(other.state_dict()[name], weight), name
 
 
-def placed(order: str):
-    """Each rank's rows of one uneven matrix, under placements made by hand."""
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from nemotron_nano.initialization import _local
-
-    placements = {"rows": [Shard(0), Shard(0)], "both": [Shard(0), Shard(1)], "half": [Replicate(), Shard(0)]}[order]
-    mesh = init_device_mesh("cpu", (2, 2))
-    whole = torch.arange(9 * 6).view(9, 6)
-    dtensor = distribute_tensor(whole, mesh, placements)
-    local, region = _local(dtensor, "x")
-    part = whole[region[0].start : region[0].stop, region[1].start : region[1].stop]
-    return torch.equal(local, part)
-
-
-@pytest.mark.parametrize("order", ["rows", "both", "half"])
-def test_the_region_of_a_shard(order):
-    assert run_ranks(placed, 4, order, timeout=60) == [True] * 4
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_first_step_from_scratch_is_finite_and_moves_everything(dtype):
     model = built(attrs.evolve(TINY, pattern="MEM*E-", num_experts=4), dtype=dtype)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckpt_layout._shards import chunk_range as chunk_range
     from ckpt_layout._shards import expert_range as expert_range
     from ckpt_layout._shards import get_sharded_expert_range as get_sharded_expert_range
+    from ckpt_layout._shards import local_blocks as local_blocks
     from ckpt_layout._shards import split_experts as split_experts
 
 _HOME = {
@@ -41,6 +42,7 @@ _HOME = {
     "hf_blocks": "ckpt_layout._layout",
     "load_checkpoint": "ckpt_layout._checkpoint",
     "load_hf": "ckpt_layout._hf",
+    "local_blocks": "ckpt_layout._shards",
     "save_checkpoint": "ckpt_layout._checkpoint",
     "save_hf": "ckpt_layout._hf",
     "split_experts": "ckpt_layout._shards",

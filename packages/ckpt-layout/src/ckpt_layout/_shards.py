@@ -6,7 +6,8 @@ Dimensions are split the way `torch.chunk` splits them, empty tails included.
 import ctypes
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -211,6 +212,20 @@ def local_of(tensor: Tensor) -> Tensor:
     """This rank's own storage of a tensor, outside of autograd; no collective."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_blocks(tensor: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """This rank's shard as blocks that are consecutive in the whole tensor: (view of the shard, where it lies).
+
+    No collective. Of a plain tensor one block, all of it; of an empty shard none; several for strided shards that do
+    not divide evenly. What is written to the views is written to the shard.
+
+    Raises:
+        LayoutError: a ValueError: a `Partial` placement, or a shard that has another shape than its placements say.
+    """
+    local, region = local_of(tensor), region_of(tensor)
+    for block in product(*(positions(runs, range(size)) for runs, size in zip(region, tensor.shape, strict=True))):
+        yield local[tuple(held for held, _ in block)], tuple(slice(where.start, where.stop) for _, where in block)
 
 
 def _expert_runs(tensor: Tensor) -> Runs:

@@ -11,12 +11,11 @@ to the residual stream smaller by sqrt(layers); A ~ U(1, 16), D = 1, softplus(dt
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ckpt_layout import local_blocks
 from nemotron_nano.model_config import NemotronNanoConfig
 
 Draw = Callable[[range, tuple[int, ...], Generator, NemotronNanoConfig], Tensor]
@@ -53,19 +52,16 @@ def _plain(name: str) -> str:
 
 
 def _fill(parameter: Tensor, name: str, draw: Draw, config: NemotronNanoConfig, seed: int) -> None:
-    local, region = _local(parameter, name)
-    if local.numel() == 0:
-        return
     shape, generator = parameter.shape, Generator()
-    rows_owned, others = region[0], tuple(slice(owned.start, owned.stop) for owned in region[1:])
-    for index, rows in _blocks(name, shape):
-        start, stop = max(rows.start, rows_owned.start), min(rows.stop, rows_owned.stop)
-        if start < stop:
-            # blocks of a parameter never share a seed: the CPU generator keeps 32 bits of it
-            generator.manual_seed((_hash(f"{seed}/{name}") + index) % 2**32)
-            values = draw(rows, (len(rows), *shape[1:]), generator, config)
-            values = values[(slice(start - rows.start, stop - rows.start), *others)]
-            local[start - rows_owned.start : stop - rows_owned.start].copy_(values)
+    for local, (held, *others) in local_blocks(parameter):
+        for index, rows in _blocks(name, shape):
+            start, stop = max(rows.start, held.start), min(rows.stop, held.stop)
+            if start < stop:
+                # blocks of a parameter never share a seed: the CPU generator keeps 32 bits of it
+                generator.manual_seed((_hash(f"{seed}/{name}") + index) % 2**32)
+                values = draw(rows, (len(rows), *shape[1:]), generator, config)
+                values = values[(slice(start - rows.start, stop - rows.start), *others)]
+                local[start - held.start : stop - held.start].copy_(values)
 
 
 def _blocks(name: str, shape: torch.Size) -> Iterator[tuple[int, range]]:
@@ -77,41 +73,6 @@ def _blocks(name: str, shape: torch.Size) -> Iterator[tuple[int, range]]:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
-
-
-def _local(parameter: Tensor, name: str) -> tuple[Tensor, list[range]]:
-    """The part of a parameter that is on this rank, and where it lies in the whole, by dimension."""
-    region = [range(size) for size in parameter.shape]
-    if not isinstance(parameter, DTensor):
-        return parameter, region
-    local, mesh = parameter.to_local(), parameter.device_mesh
-    applied = [1] * parameter.dim()
-    for axis in _in_order_of_sharding(parameter, name):
-        placement: Any = parameter.placements[axis]
-        dim, factor = placement.dim, getattr(placement, "split_factor", None)
-        if factor not in (None, applied[dim]):
-            raise ValueError(f"{name}: cannot tell which rows {parameter.placements} leaves on a rank")
-        size = -(-len(region[dim]) // mesh.size(axis))  # as torch.chunk
-        region[dim] = region[dim][size * mesh.get_local_rank(axis) :][:size]
-        applied[dim] *= mesh.size(axis)
-    assert local.shape == torch.Size(map(len, region)), f"{name}: {local.shape} on this rank, expected {region}"
-    return local, region
-
-
-def _in_order_of_sharding(parameter: DTensor, name: str) -> list[int]:
-    """Mesh axes, first the one that the whole was cut along first.
-
-    A strided shard stands left of axes that were cut before it (FSDP over experts that are sharded already).
-    """
-    plain, strided = [], []
-    for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            plain.append(axis)
-        elif hasattr(placement, "split_factor"):  # torch's _StridedShard, which is no Shard
-            strided.append(axis)
-        elif not isinstance(placement, Replicate):
-            raise ValueError(f"{name}: cannot initialise a parameter placed as {placement}")
-    return plain + strided[::-1]
 
 
 def _draw_for(name: str, config: NemotronNanoConfig) -> Draw:
