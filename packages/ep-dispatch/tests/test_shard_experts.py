@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ep_dispatch import AllToAllDispatcher, ExpertParallelGroupedExperts, LocalDispatcher, shard_experts
-from ep_dispatch._split import chunk_size, owned_experts
+from ep_dispatch._dispatchers import chunk_size, owned_experts
 from moe_core import GroupedExperts, MoE, TopKRouter
 from moe_core.testing import RankFailed, run_ranks
 

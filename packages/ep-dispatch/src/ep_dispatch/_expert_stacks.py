@@ -10,8 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ep_dispatch._dispatchers import AllToAllDispatcher, LocalDispatcher
-from ep_dispatch._split import ExpertShardingError, chunk_size
+from ep_dispatch._dispatchers import AllToAllDispatcher, ExpertShardingError, LocalDispatcher, chunk_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
