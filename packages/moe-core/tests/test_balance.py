@@ -19,6 +19,28 @@ def test_one_imbalanced_step_moves_the_right_entries():
     assert loads["0"].tolist() == [9, 0, 3, 0]
 
 
+def test_a_rule_in_proportion_to_what_is_missing():
+    router = TopKRouter(8, 4, 1, normalize=False)
+    router.tokens_per_expert.copy_(torch.tensor([9, 0, 3, 0]))  # mean 3
+    update_router_bias(router, None, rate=1e-3, rule="proportional")
+    torch.testing.assert_close(router.bias, torch.tensor([-2e-3, 1e-3, 0.0, 1e-3]))
+    before = router.bias.clone()
+    update_router_bias(router, None, rule="proportional")
+    assert torch.equal(router.bias, before), "no tokens, no update"
+    router.tokens_per_expert.fill_(2**40)
+    router.tokens_per_expert[3] += 4
+    update_router_bias(router, None, rate=1.0, rule="proportional")
+    assert 0 < (router.bias - before).abs().max() < 1e-6, "nearly even: as good as no update"
+
+
+def test_an_unknown_rule_is_refused_before_anything_moves():
+    router = TopKRouter(8, 4, 1, normalize=False)
+    router.tokens_per_expert.fill_(1)
+    with pytest.raises(ValueError, match="rule = 'cosine': must be one of sign, proportional"):
+        update_router_bias(router, None, rule="cosine")
+    assert router.tokens_per_expert.sum() == 4
+
+
 def test_four_microbatches_are_one_update():
     layer = MoE(dim=8, num_experts=4, top_k=2, hidden_dim=8).train()
     for _ in range(4):

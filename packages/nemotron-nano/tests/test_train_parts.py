@@ -160,3 +160,26 @@ def test_a_run_reports_mfu_where_it_knows_a_peak_and_only_there(tmp_path, capsys
     first, second = capsys.readouterr().out.splitlines()
     assert " tokens/s  MFU 34.6%  peak memory " in first
     assert "MFU" not in second
+
+
+def bias_after_a_step(*words):
+    from moe_core import load_config
+    from moe_core.config import validate
+    from nemotron_nano.train.assemble import assemble
+
+    fixed = ["run.steps=1", "model.pattern=E", "tracker=[]", 'transform=[{type="fsdp"}]', "data.global_batch_size=2"]
+    config = load_config((), [*fixed, "trainer.type=pretrain", "data.sequence_length=16", *words])
+    validate(config, 1)
+    config["trainer"].build(run := assemble(config, device_type="cpu"))(run)
+    return next(buffer for name, buffer in run.model.named_buffers() if name.endswith("router.bias"))
+
+
+def test_a_config_chooses_how_the_router_bias_moves(tmp_path):
+    words = (f"run.output_dir={tmp_path}/", "trainer.router_bias_rate=0.25")
+    (by_sign,) = run_ranks(lambda: bias_after_a_step(f"{words[0]}a", words[1]), 1)
+    (by_share,) = run_ranks(
+        lambda: bias_after_a_step(f"{words[0]}b", words[1], "trainer.router_bias_rule=proportional"), 1
+    )
+    assert set(by_sign.abs().tolist()) <= {0.0, 0.25}
+    assert len(set(by_share.abs().tolist())) > 2
+    assert torch.equal(by_share.sign(), by_sign.sign())

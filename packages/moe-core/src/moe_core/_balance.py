@@ -1,7 +1,7 @@
 """Keeping the experts' loads even: a router's counts and bias, the rule that moves the bias, and auxiliary losses."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -65,9 +65,28 @@ class BalancedRouter(nn.Module):
         return counts
 
 
+def _sign(load: Tensor) -> Tensor:
+    # integers: mean - load has the sign of sum - E * load
+    return (load.sum() - len(load) * load).sign()
+
+
+def _proportional(load: Tensor) -> Tensor:
+    missing, total = load.sum() - len(load) * load, load.sum().clamp(min=1)
+    return missing.float() / total.float()
+
+
+BIAS_RULES: Mapping[str, Callable[[Tensor], Tensor]] = {"sign": _sign, "proportional": _proportional}
+"""From the loads [E] int64, summed over ranks, to the direction in which the bias moves, [E]: upwards where an expert
+has too few tokens. `nemotron_nano`'s trainer offers these by name."""
+
+
 @torch.no_grad()
 def update_router_bias(
-    model: nn.Module, mesh_or_group: "DeviceMesh | ProcessGroup | None", rate: float = 1e-3
+    model: nn.Module,
+    mesh_or_group: "DeviceMesh | ProcessGroup | None",
+    rate: float = 1e-3,
+    *,
+    rule: str = "sign",
 ) -> dict[str, Tensor]:
     """Once per optimizer step: bias += rate * sign(mean load - load), and the counts start again at 0.
 
@@ -80,10 +99,18 @@ def update_router_bias(
 
     Args:
         mesh_or_group: a process group, a `DeviceMesh` of any axes, or None for one process.
+        rule: "sign"; or "proportional", which adds rate * (mean load - load) / mean load: a load that is nearly even
+            then moves the bias little, and not by a whole step to either side (the variant without sign of Wang et
+            al., 2024, arXiv 2408.15664, there not relative to the mean).
 
     Returns:
         By the name of each router in `model`, in its order: the summed loads, [E] int64.
+
+    Raises:
+        ValueError: there is no such rule; before any communication.
     """
+    if rule not in BIAS_RULES:
+        raise ValueError(f"rule = {rule!r}: must be one of {', '.join(BIAS_RULES)}")
     routers = {name: module for name, module in model.named_modules() if isinstance(module, BalancedRouter)}
     if not routers:
         return {}
@@ -93,8 +120,7 @@ def update_router_bias(
     by_router = loads.split([router.num_experts for router in routers.values()])
     for router, load in zip(routers.values(), by_router, strict=True):
         if router.bias is not None:
-            # integers: mean - load has the sign of sum - E * load
-            router.bias += rate * (load.sum() - router.num_experts * load).sign()
+            router.bias += rate * BIAS_RULES[rule](load)
         router.tokens_per_expert.zero_()
     return dict(zip(routers, by_router, strict=True))
 

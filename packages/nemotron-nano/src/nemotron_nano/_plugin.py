@@ -7,25 +7,24 @@ from moe_core.plugins import Component, Problem, hookimpl
 if TYPE_CHECKING:
     from moe_core.config import Config
 
-_HOMES = {
-    ("model", "nemotron_nano"): ("nemotron_nano.components", "NemotronNanoModelConfig", "build_model"),
-    ("transform", "compiled"): ("nemotron_nano.components", "CompiledConfig", "build_compiled"),
-    ("optimizer", "adamw"): ("nemotron_nano.train.components", "AdamWConfig", "build_adamw"),
-    ("scheduler", "warmup_cosine"): ("nemotron_nano.train.components", "WarmupCosineConfig", "build_warmup_cosine"),
-    ("trainer", "pretrain"): ("nemotron_nano.train.components", "PretrainConfig", "build_pretrain"),
-    ("data", "python_stdlib"): ("nemotron_nano.data.components", "PythonStdlibConfig", "build_python_stdlib"),
-    ("data", "text_files"): ("nemotron_nano.data.components", "TextFilesConfig", "build_text_files"),
-    ("tracker", "console"): ("nemotron_nano.report.trackers", "ConsoleConfig", "build_console"),
-    ("tracker", "jsonl"): ("nemotron_nano.report.trackers", "JsonlConfig", "build_jsonl"),
-}
+_COMPONENTS = (
+    ("model", "nemotron_nano", "components:NemotronNanoModelConfig", "components:build_model"),
+    ("transform", "compiled", "components:CompiledConfig", "components:build_compiled"),
+    ("optimizer", "adamw", "train.components:AdamWConfig", "train.components:build_adamw"),
+    ("scheduler", "warmup_cosine", "train.components:WarmupCosineConfig", "train.components:build_warmup_cosine"),
+    ("trainer", "pretrain", "train.components:PretrainConfig", "train.pretrain:build_pretrain"),
+    ("data", "python_stdlib", "data.components:PythonStdlibConfig", "data.components:build_python_stdlib"),
+    ("data", "text_files", "data.components:TextFilesConfig", "data.components:build_text_files"),
+    ("tracker", "console", "report.trackers:ConsoleConfig", "report.trackers:build_console"),
+    ("tracker", "jsonl", "report.trackers:JsonlConfig", "report.trackers:build_jsonl"),
+)
+"""Kind, name, and where in this package the config class and the factory are."""
 
 
 @hookimpl
 def moe_components() -> list[Component]:
-    return [
-        Component(kind, name, config=f"{module}:{config}", factory=f"{module}:{factory}")
-        for (kind, name), (module, config, factory) in _HOMES.items()
-    ]
+    here = "nemotron_nano."
+    return [Component(kind, name, here + config, here + factory) for kind, name, config, factory in _COMPONENTS]
 
 
 @hookimpl

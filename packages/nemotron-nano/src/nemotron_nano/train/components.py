@@ -1,7 +1,7 @@
-"""The optimizer, scheduler and trainer components: config classes, which need no torch, and their factories."""
+"""The optimizer, scheduler and trainer components: config classes, which need no torch, and the factories of two."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from attrs import validators
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from moe_core.plugins import Run
-    from moe_core.plugins.kinds import Trainer
 
 _fraction = validators.and_(validators.ge(0.0), validators.lt(1.0))
 
@@ -97,11 +96,7 @@ class PretrainConfig:
     """Steps between checkpoints. 0: only after the last step."""
     router_bias_rate: float = attrs.field(default=1e-3, validator=validators.ge(0))
     """How far one step moves a router's selection bias towards an even load. 0: no balancing."""
+    router_bias_rule: Literal["sign", "proportional"] = "sign"
+    """Whether it moves by the whole rate, or by as much of it as the load is off its mean."""
     tflops: float | None = attrs.field(default=None, validator=validators.optional(validators.gt(0)))
     """10^12 operations a second that one device reaches; each step then reports its MFU, relative to that."""
-
-
-def build_pretrain(config: PretrainConfig, run: "Run") -> "Trainer":
-    from nemotron_nano.train.pretrain import Pretrain
-
-    return Pretrain(**attrs.asdict(config))

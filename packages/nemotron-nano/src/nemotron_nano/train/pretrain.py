@@ -15,6 +15,7 @@ from chunked_loss import global_denominator
 from fsdp_ep import set_requires_gradient_sync
 from moe_core import update_router_bias
 from moe_core.plugins import Batch, LossOutput, Run
+from nemotron_nano.train.components import PretrainConfig
 from nemotron_nano.train.launch import check_checkpoints
 from nemotron_nano.train.measure import Totals, Utilisation, peak_memory_bytes, sum_over_ranks
 
@@ -25,18 +26,15 @@ class TrainingError(RuntimeError):
     """Training can't go on; raised on all ranks alike."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Pretrain:
-    """`kinds.Trainer`: drives a run from its first, or its resumed, step to `run.steps`; see `PretrainConfig`."""
+    """`kinds.Trainer`: drives a run from its first, or its resumed, step to `run.steps`."""
 
-    evaluate_every: int
-    checkpoint_every: int
-    router_bias_rate: float
-    tflops: float | None
+    config: PretrainConfig
 
     def __call__(self, run: Run) -> int:
-        steps = run.config.run.steps
-        utilisation = None if self.tflops is None else Utilisation(run.model, self.tflops)
+        steps, tflops = run.config.run.steps, self.config.tflops
+        utilisation = None if tflops is None else Utilisation(run.model, tflops)
         start = _restore(run)
         if start > steps:
             raise TrainingError(f"the checkpoint stands after step {start}, beyond run.steps = {steps}")
@@ -44,9 +42,9 @@ class Pretrain:
         for step in range(start, steps):
             emit(run, "step_end", step=step + 1, steps=steps, metrics=self._step(run, step, utilisation))
             done = step + 1
-            if _due(done, self.evaluate_every, steps):
+            if _due(done, self.config.evaluate_every, steps):
                 emit(run, "evaluated", step=done, metrics=evaluate(run))
-            if _due(done, self.checkpoint_every, steps):
+            if _due(done, self.config.checkpoint_every, steps):
                 path = run.checkpointer.save(run, done, {})
                 emit(run, "checkpoint_saved", step=done, path=path)
         emit(run, "run_end", status=0)
@@ -66,7 +64,8 @@ class Pretrain:
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.scheduler.step()
-        load = update_router_bias(run.model, run.sub_mesh("dp"), rate=self.router_bias_rate)
+        rate, rule = self.config.router_bias_rate, self.config.router_bias_rule
+        load = update_router_bias(run.model, run.sub_mesh("dp"), rate=rate, rule=rule)
         totals = sum_over_ranks(outputs, run.sub_mesh("dp"), peak_memory_bytes(run.device_type))
         seconds = time.perf_counter() - begin
         return {
@@ -81,6 +80,10 @@ class Pretrain:
             "peak_memory_bytes": totals.peak_memory_bytes,
             "expert_load": {name: counts.tolist() for name, counts in load.items()},
         }
+
+
+def build_pretrain(config: PretrainConfig, run: Run) -> Pretrain:
+    return Pretrain(config)
 
 
 def accumulate_gradients(run: Run, batches: Sequence[Batch]) -> list[LossOutput]:
