@@ -1,6 +1,7 @@
 """The command `ckpt-layout`: one process, no process group, every format."""
 
 import json
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -306,3 +307,9 @@ def test_names_come_back_from_disk():
         family = families()[row]
         for name in names:
             assert native(on_disk(name, family), family) == name
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"ckpt-layout {version('ckpt-layout')}\n"

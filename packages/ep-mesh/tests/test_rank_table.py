@@ -1,5 +1,7 @@
 """The rank table and the command that prints it."""
 
+from importlib.metadata import version
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,3 +92,9 @@ def test_the_command_tells_all_that_is_wrong(capsys):
     assert "ep = 3" in divisor
     assert main(["show", "--world-size", "8", "--tp", "0"]) == 2
     assert "tp = 0" in capsys.readouterr().err
+
+
+def test_the_command_prints_its_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"ep-mesh {version('ep-mesh')}\n"

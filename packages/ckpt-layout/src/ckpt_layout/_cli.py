@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 _OK, _DIFFERENT, _USAGE = 0, 1, 2
@@ -24,6 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ckpt-layout", description="Who holds which expert, and what is in the files."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('ckpt-layout')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import attrs
 
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ep-mesh", description="Parallel degrees and the ranks they make.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('ep-mesh')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="print a table: rank, coordinates, experts, data shard, peers")
     show.add_argument("--world-size", type=int, required=True, help="number of ranks")
