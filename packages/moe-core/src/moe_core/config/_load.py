@@ -1,6 +1,5 @@
 """From files and words to a `Config`: layers, types, then the rules that span tables."""
 
-import difflib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ import attrs
 from moe_core.config._layers import Sources, read_layers, source_of
 from moe_core.config._structure import structure, structure_selected
 from moe_core.plugins import Config, ConfigError, Problem, Registry, RunConfig, Selected, load_registry
+from moe_core.plugins._components import nearest
 from moe_core.plugins.kinds import ARRAYS, KINDS, TABLES
 
 PathLike = str | os.PathLike[str]
@@ -70,17 +70,12 @@ def validate(config: Config, world_size: int) -> None:
 
 def _unknown_tables(merged: dict[str, Any]) -> list[Problem]:
     names = ["run", *TABLES, *ARRAYS]
-    problems = []
-    for name in merged:
-        if name in names:
-            continue
-        near = difflib.get_close_matches(name, names, n=1)
-        if name in KINDS:
-            hint = "it is a sub-table of the component that uses it"
-        else:
-            hint = f"did you mean {near[0]!r}?" if near else f"tables: {', '.join(names)}"
-        problems.append(Problem(name, "is not a table of a config", hint=hint))
-    return problems
+    inner = "it is a sub-table of the component that uses it"
+    return [
+        Problem(name, "is not a table of a config", hint=inner if name in KINDS else nearest(name, names, "tables"))
+        for name in merged
+        if name not in names
+    ]
 
 
 def _array(

@@ -1,6 +1,5 @@
 """Plain tables to attrs classes through cattrs, without coercion, with every problem and its key path."""
 
-import difflib
 import types
 from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin
@@ -17,6 +16,7 @@ from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn, override
 
 from moe_core.plugins import Problem, Registry, Selected, UnknownComponentError, component_kind
+from moe_core.plugins._components import nearest
 from moe_core.plugins._config import NONE
 
 
@@ -107,7 +107,7 @@ def _is_literal(cls: Any) -> bool:
 def _literal(value: Any, cls: Any) -> Any:
     options = get_args(cls)
     if not any(type(value) is type(option) and value == option for option in options):
-        raise _Broken(f"must be one of {', '.join(map(repr, options))}", value, _nearest(value, options))
+        raise _Broken(f"must be one of {', '.join(map(repr, options))}", value, nearest(value, options))
     return value
 
 
@@ -198,11 +198,6 @@ def _component_hook(kind: str, registry: Registry, converter: Converter) -> Call
     return hook
 
 
-def _nearest(name: object, names: Any) -> str:
-    near = difflib.get_close_matches(str(name), [str(other) for other in names], n=1)
-    return f"did you mean {near[0]!r}?" if near else ""
-
-
 def _problems(error: BaseException, path: tuple[str, ...]) -> "list[Problem]":
     """The leaves of cattrs' tree of errors, each with its key path."""
     for note in getattr(error, "__notes__", ()):
@@ -216,10 +211,9 @@ def _problems(error: BaseException, path: tuple[str, ...]) -> "list[Problem]":
     if isinstance(error, ForbiddenExtraKeysError):
         names = [field.name for field in attrs.fields(error.cl)]
         return [
-            Problem(f"{key}.{name}", "is not a key of this table",
-                    hint=_nearest(name, names) or f"keys: {', '.join(names) or 'none'}")
+            Problem(f"{key}.{name}", "is not a key of this table", hint=nearest(name, names, "keys"))
             for name in sorted(error.extra_fields)
-        ]  # fmt: skip
+        ]
     if isinstance(error, _Broken):
         key = f"{key}.{error.key}" if error.key else key
         return [Problem(key, error.rule, error.value, error.hint)]

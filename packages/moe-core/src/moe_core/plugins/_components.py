@@ -71,6 +71,14 @@ def component_kind(field: "attrs.Attribute[Any]") -> str | None:
     return field.metadata.get(_KIND_KEY)
 
 
+def nearest(name: object, names: Iterable[object], known: str = "") -> str:
+    """For a message: which of `names` was meant, or else all of them, introduced by `known`; "" without `known`."""
+    words = [str(other) for other in names]
+    if near := difflib.get_close_matches(str(name), words, n=1):
+        return f"did you mean {near[0]!r}?"
+    return f"{known}: {', '.join(words) or 'none'}" if known else ""
+
+
 def _load(reference: str) -> Any:
     module, _, name = reference.partition(":")
     return getattr(import_module(module), name)
@@ -118,13 +126,9 @@ class Registry:
         for entry in self.entries:
             if (entry.component.kind, entry.component.name) == (kind, name):
                 return entry
-        names = self.names(kind)
-        near = difflib.get_close_matches(name, names, n=1)
-        message = f"no {kind} component is called {name!r}; "
-        message += f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names) or 'none'}"
-        for failure in self.failures:
-            message += f"; {failure}"
-        raise UnknownComponentError(message)
+        failed = "".join(f"; {failure}" for failure in self.failures)
+        hint = nearest(name, self.names(kind), "there are")
+        raise UnknownComponentError(f"no {kind} component is called {name!r}; {hint}{failed}")
 
     def validators(self, plugins: Iterable[str]) -> pluggy.HookCaller:
         """The hook `moe_validate`, of these plugins only."""

@@ -1,6 +1,5 @@
 """The two hooks that a plugin may implement, and discovery: which installed plugins load, and what they offer."""
 
-import difflib
 import logging
 import os
 import re
@@ -9,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import pluggy
 
-from moe_core.plugins._components import Component, Entry, PluginFailure, Registry
+from moe_core.plugins._components import Component, Entry, PluginFailure, Registry, nearest
 from moe_core.plugins._config import Config, Problem
 from moe_core.plugins.kinds import KINDS
 
@@ -114,11 +113,8 @@ def _register(manager: pluggy.PluginManager, plugin: str, point: EntryPoint) -> 
         components = [component for listed in offered for component in listed]
         for component in components:
             if component.kind not in KINDS:
-                near = difflib.get_close_matches(component.kind, KINDS, n=1)
-                raise ValueError(
-                    f"{component.name!r} has the unknown kind {component.kind!r}; "
-                    f"{f'did you mean {near[0]!r}?' if near else 'kinds: ' + ', '.join(KINDS)}"
-                )
+                hint = nearest(component.kind, KINDS, "kinds")
+                raise ValueError(f"{component.name!r} has the unknown kind {component.kind!r}; {hint}")
     except BaseException:
         manager.unregister(module)
         raise
