@@ -86,6 +86,37 @@ class CosineHead(nn.Linear):
         return F.linear(F.normalize(x, dim=-1), F.normalize(self.weight, dim=-1), self.bias) * 4
 
 
+class UnitHead(nn.Linear):
+    """Not finite at a row of zeros."""
+
+    def forward(self, x):
+        return super().forward(x / x.norm(dim=-1, keepdim=True))
+
+
+class WritingHead(nn.Linear):
+    """Changes what it is given."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+class HalfUsed(torch.autograd.Function):
+    """Has no gradient for the second of its inputs."""
+
+    @staticmethod
+    def forward(ctx, x, unused):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad, None
+
+
+class HalfUsedHead(nn.Linear):
+    def forward(self, x):
+        return HalfUsed.apply(super().forward(x), self.bias)
+
+
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()
@@ -117,9 +148,16 @@ def with_pre_hook(how):
     return head
 
 
-def parametrized():
+def parametrized(name="weight"):
     head = linear()
-    parametrize.register_parametrization(head, "weight", Doubled())
+    parametrize.register_parametrization(head, name, Doubled())
+    return head
+
+
+def with_a_parameter_in_a_pre_hook():
+    head = linear()
+    head.gain = nn.Parameter(torch.linspace(0.5, 2, D))
+    head.register_forward_pre_hook(lambda module, args: args[0] * module.gain)
     return head
 
 
@@ -154,7 +192,11 @@ HEADS = {
     "a forward of its own": with_forward_of_its_own,
     "a gradient outside": reading_a_stranger,
     "a pre-hook that scales": lambda: with_pre_hook(lambda head, args: args[0] * 3),
+    "a pre-hook that trains": with_a_parameter_in_a_pre_hook,
+    "not finite at zeros": lambda: UnitHead(D, V, bias=False),
+    "a gradient that is none": lambda: HalfUsedHead(D, V),
     "a parametrized weight": parametrized,
+    "a parametrized bias": lambda: parametrized("bias"),
     "a normed weight": lambda: parametrizations.weight_norm(linear()),
     "a normed weight by hook": hook_style_weight_norm,
     "a normed weight by hook in a subclass": lambda: torch.nn.utils.weight_norm(ScaledLinear(D, V)),
@@ -283,6 +325,25 @@ def test_gradients_of_any_head_in_bf16_add_up_in_fp32_over_the_chunks():
     assert errors[1] <= 1.5 * errors[0] <= 0.02
 
 
+@pytest.mark.parametrize(
+    "head", [lambda: parametrizations.spectral_norm(ScaledLinear(D, V)), lambda: WritingHead(D, V)]
+)
+def test_a_head_that_changes_a_state_or_its_input_is_called_as_if_once(head):
+    """A power iteration in each forward; a product in place."""
+
+    class Plain(Model):
+        def forward(self, tokens, *, document_ids=None, return_hidden=False):
+            hidden = self.embeddings(tokens) + 0  # saved by nobody
+            return hidden if return_hidden else self.lm_head(hidden)
+
+    torch.manual_seed(0)
+    model, batch = Plain(head()).double(), data()
+    for chunk_tokens in (1, 4, 100):
+        got = step(mine := copy.deepcopy(model), ChunkedCLMCrossEntropyLoss(chunk_tokens=chunk_tokens)(mine, batch).sum)
+        torch.testing.assert_close(got, of_own_forward(theirs := copy.deepcopy(model), batch))
+        torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
+
+
 def test_a_kept_graph_serves_twice():
     model, batch = model_with("an adapter around it"), data()
     total = ChunkedCLMCrossEntropyLoss(chunk_tokens=4)(model, batch).sum
@@ -349,6 +410,68 @@ def test_what_a_chunked_call_would_do_too_often_is_refused():
     model.lm_head.lora_A["default"].weight.register_hook(lambda gradient: gradient / 2)
     refused(model, r"LoraWrapper has a hook on the gradient of lora_A.default.weight, .*<lambda>")
     refused(model_with("a sequence"), "Sequential is more than a linear layer: recompute = True", recompute=True)
+
+
+def test_a_hook_on_what_a_head_reads_elsewhere_is_refused():
+    model = model_with("a gradient outside")
+    vars(model.lm_head)["outside"].register_hook(scale_gradient)
+    with pytest.raises(ValueError, match=r"a tensor of shape \(\) that has a hook on its gradient, scale_gradient"):
+        ChunkedCLMCrossEntropyLoss()(model, data())
+
+
+def scale_gradient(gradient):
+    return gradient / 2
+
+
+def test_statistics_of_a_chunk_are_refused_before_a_step_and_other_state_when_it_is_seen():
+    refused(Model(nn.Sequential(nn.BatchNorm1d(D), linear())), "holds 0, a BatchNorm1d, whose statistics would be")
+
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(D, V)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) / self.calls
+
+    model, batch = Model(Counting()), data()
+    ChunkedCLMCrossEntropyLoss(chunk_tokens=100)(model, batch)
+    with pytest.raises(ValueError, match="the head changes its buffer calls in every call of its forward"):
+        ChunkedCLMCrossEntropyLoss(chunk_tokens=4)(model, batch)
+
+
+def test_what_is_no_tensor_of_logits_is_refused():
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), None
+
+    with pytest.raises(ValueError, match="the head's forward gave a tuple: it must give logits, as one tensor"):
+        ChunkedCLMCrossEntropyLoss()(Model(Pair(D, V)), data())
+
+
+@pytest.mark.parametrize("ignored", [0.3, 2.0])
+def test_where_rows_are_only_masked_ignored_ones_count_nothing(ignored, monkeypatch):
+    """As on a device, where the host does not know which rows to leave out."""
+    monkeypatch.setattr("chunked_loss._linear_cross_entropy.kept_rows", lambda *_, **__: None)
+    for head in ("not finite at zeros", "an adapter around it", "a sequence"):
+        model, batch = model_with(head), data(ignored=ignored)
+        if ignored < 1:
+            want = of_own_forward(model, batch)
+        else:
+            with torch.no_grad():
+                model.embeddings.weight.zero_()
+            want = (
+                torch.tensor(0.0, dtype=torch.float64),
+                {name: torch.zeros_like(p) for name, p in everything_that_trains(model).items() if p.requires_grad},
+            )
+        got, gradients = step(model, ChunkedCLMCrossEntropyLoss(chunk_tokens=4)(model, batch).sum)
+        torch.testing.assert_close(got, want[0])
+        for name, gradient in want[1].items():
+            found = gradients[name]
+            if gradient is not None and found is not None:
+                torch.testing.assert_close(found, gradient)
+        assert any(gradient is not None for name, gradient in gradients.items() if name.startswith("lm_head"))
 
 
 def test_a_hook_on_the_gradient_of_a_linear_heads_weight_runs_once_on_the_whole():
@@ -431,8 +554,10 @@ def kinds(collectives):
         ("a sequence", None),
         ("checkpointed", None),
         ("a parametrized weight", None),
+        ("a parametrized bias", None),
         ("a normed weight", None),
         ("a normed weight by hook", None),
+        ("a pre-hook that trains", None),
     ],
 )
 def test_a_sharded_head_of_any_kind_is_gathered_and_reduced_once(head, wrap, keep):
@@ -441,9 +566,9 @@ def test_a_sharded_head_of_any_kind_is_gathered_and_reduced_once(head, wrap, kee
     ):
         torch.testing.assert_close(total, want)
         torch.testing.assert_close(gradients, want_gradients, rtol=1e-5, atol=1e-6)
-        computed = head in ("a parametrized weight", "a normed weight", "a normed weight by hook")
+        computed = head.startswith(("a parametrized", "a normed weight", "a pre-hook"))
         assert forward == (2, 0)
-        # what the weight was computed from is needed once more
+        # what was computed before the loss is differentiated with the weights in place
         assert backward == (int(computed and not keep), 2)
 
 
@@ -454,6 +579,21 @@ def test_in_bf16_a_sharded_head_of_any_kind_reduces_gradients_of_one_dtype(head)
     ):
         torch.testing.assert_close(total, want, rtol=1e-2, atol=0)
         torch.testing.assert_close(gradients, want_gradients, rtol=5e-2, atol=5e-2)
+
+
+def test_a_policy_that_rounds_the_loss_is_refused_before_a_step():
+    def attempt():
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        model = model_with("linear", torch.float32)
+        policy = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
+        fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
+        with pytest.raises(ValueError, match=r"gives out torch.bfloat16 by its mixed-precision policy"):
+            ChunkedCLMCrossEntropyLoss().check_head(model)
+
+    run_ranks(attempt, 1)
 
 
 def test_a_unit_inside_the_head_is_refused():

@@ -60,6 +60,35 @@ def test_the_loss_of_a_transformers_model_without_its_logits(softcap, sequences)
     torch.testing.assert_close(gradients(model), want_gradients)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_changes_its_logits_is_refused(dtype):
+    import transformers
+
+    loss = ChunkedCLMCrossEntropyLoss(shift=True, skip_head=True)
+    sizes = {
+        "vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "tie_word_embeddings": False, "pad_token_id": 0,
+    }  # fmt: skip
+    granite = transformers.GraniteForCausalLM(transformers.GraniteConfig(**sizes, logits_scaling=8.0)).to(dtype)
+    batch = Batch(tokens(), tokens())
+    for model, node in ((granite, "DivBackward0"), (llama(softcap=1.5).to(dtype), "MulBackward0")):
+        with pytest.raises(ValueError, match=rf"changes its logits after the head \({node}\).*give softcap"):
+            loss(model, batch)
+    loss(llama().to(dtype), batch)
+
+    class Cast(nn.Module):
+        """A cast, a slice and a view change nothing."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner, self.lm_head = nn.Embedding(V, 16), nn.Linear(16, V)
+
+        def forward(self, numbers):
+            return self.lm_head(self.inner(numbers)).float()[:, :].view(*numbers.shape, -1)
+
+    loss(Cast().to(dtype), batch)
+
+
 def test_the_hidden_states_are_what_the_head_would_get_and_the_head_comes_back():
     model = llama()
     head, names = model.lm_head, list(model.state_dict())

@@ -123,8 +123,8 @@ SHAPES = [(8, 4), (7, 7), (129, 4), (64, 4), (4, 8), (12, 7), (8, 8), (16, 12), 
 """None leaves a rank an empty shard, of which torch has no inf norm."""
 
 
-def _torch_on_one_mesh(axes, flattened):
-    """Ranks as these axes; each layout alone, and all of them mixed. What has other bits than torch's."""
+def _torch_on_one_mesh(axes, flattened, rounding):
+    """Ranks as these axes; each layout alone, and all of them mixed. What is further than `rounding` from torch's."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -154,14 +154,23 @@ def _torch_on_one_mesh(axes, flattened):
                 norm = clip(parameters, 0.3, norm_type)
                 norm = getattr(norm, "full_tensor", lambda n=norm: n)()
                 sides.append([norm, *(parameter.grad.to_local() for parameter in parameters)])
-            if not all(map(torch.equal, *sides)):
+            if not all(
+                torch.allclose(mine, theirs, rtol=rounding, atol=0.0) for mine, theirs in zip(*sides, strict=True)
+            ):
                 different.append((norm_type, chosen, sides[0][0].item(), sides[1][0].item()))
     return different
 
 
-@pytest.mark.parametrize(("axes", "flattened"), [((4,), False), ((2, 2), False), ((2, 2), True)])
+@pytest.mark.parametrize(("axes", "flattened"), [((2,), False), ((2, 2), False)])
 def test_bit_identical_to_torch_on_one_mesh(axes, flattened):
-    assert run_ranks(_torch_on_one_mesh, 4, axes, flattened) == [[]] * 4
+    """Of two ranks an axis: what more ranks add up to depends on the order that the back end adds in."""
+    world = math.prod(axes)
+    assert run_ranks(_torch_on_one_mesh, world, axes, flattened, 0.0) == [[]] * world
+
+
+@pytest.mark.parametrize(("axes", "flattened"), [((4,), False), ((2, 2), True)])
+def test_equal_to_torch_up_to_the_order_of_additions(axes, flattened):
+    assert run_ranks(_torch_on_one_mesh, 4, axes, flattened, 1e-6) == [[]] * 4
 
 
 def _missing(norm_type, values_by_rank):

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from chunked_loss._chunk import ChunkKernel, cross_entropy_chunk
 from chunked_loss._fsdp_head import resharded_on_exception
-from chunked_loss._head import LinearHead, Projection, call_in_head, find_callable_head, skip_lm_head
+from chunked_loss._head import (
+    LinearHead,
+    Projection,
+    call_in_head,
+    find_callable_head,
+    refuse_what_follows,
+    skip_lm_head,
+)
 from chunked_loss._labels import as_labels, check_labels
 from chunked_loss._linear_cross_entropy import LossStats, linear_cross_entropy, projected_cross_entropy
 
@@ -163,7 +170,8 @@ class ChunkedCLMCrossEntropyLoss:
     head: str = "lm_head"
     """Name of the submodule with the weight [V, D]."""
     skip_head: bool = False
-    """The model knows no `return_hidden`: it is called as `model(tokens)` inside `skip_lm_head`."""
+    """The model knows no `return_hidden`: it is called as `model(tokens)` inside `skip_lm_head`. One that changes its
+    logits after the head is refused, unless `softcap` is given, which then has to stand for that."""
     keep_head_unsharded: bool = False
     """Under accumulation, keep an FSDP2 head gathered from the first microbatch of a step to the end of the
     synchronised backward: one all-gather a step instead of one a microbatch, for V * D elements of the compute
@@ -226,7 +234,9 @@ class ChunkedCLMCrossEntropyLoss:
                 "each other; give a batch without document_ids, or a model that takes them"
             )
         with skip_lm_head(model, self.head) as skipped:
-            model(batch.tokens)
+            output = model(batch.tokens)
+        if self.softcap is None:  # which is one of the things that a model does after its head
+            refuse_what_follows(getattr(output, "logits", output), skipped.hidden, self.head)
         return skipped.hidden
 
     def compiled(self, compile_: Compile) -> "ChunkedCLMCrossEntropyLoss":

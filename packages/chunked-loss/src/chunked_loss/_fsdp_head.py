@@ -94,6 +94,12 @@ def take_fp32_gradients(parameters: Iterable[Tensor]) -> None:
             parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
 
 
+def output_dtype(head: FSDPModule) -> torch.dtype | None:
+    """What the unit's policy casts outputs to."""
+    dtype: torch.dtype | None = head._get_fsdp_state()._mp_policy.output_dtype
+    return dtype
+
+
 def _groups(head: FSDPModule) -> list[Any]:
     state = head._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):

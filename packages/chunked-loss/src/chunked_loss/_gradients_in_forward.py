@@ -1,12 +1,13 @@
 """The loss with its gradients formed chunk by chunk in forward; per token, formed again in backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from chunked_loss._chunk import ChunkLosses, Problem, Products, joined, products_for, slices, tiles, without_autocast
+from chunked_loss._head import HeadError
 
 _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 """Whether the backward pass that runs keeps its graph for another one; private in torch, so it may be absent."""
@@ -182,18 +183,23 @@ def sum_of_projected_losses(
     """`SumOfLosses` of `project(rows [C, D]) -> logits [C, V]`: any module that computes each row for itself.
 
     Autograd differentiates it on every chunk at once, towards each leaf that it has read, whosever that is; so it runs
-    once a chunk, and its gradients add up in the accumulation dtype. There is a chunk also of no rows.
+    once a chunk, and its gradients add up in the accumulation dtype. There is a chunk also of no rows. In place of an
+    ignored row stands one that counts: a module need not be finite at any other, such as at zeros.
     `classes_of(V)`, once V is known, takes the place of `problem.vocab_size`.
+
+    Raises:
+        HeadError: a hook on the gradient of what it reads, which would run once a chunk.
     """
     dtype = problem.row_weight.dtype
     wants_hidden = hidden.requires_grad and torch.is_grad_enabled()
     d_hidden = torch.zeros_like(hidden, dtype=dtype) if wants_hidden else None
     totals: dict[Tensor, Tensor] = {}
     parts: list[ChunkLosses] = []
+    stand_in, any_counts = _row_that_counts(hidden.detach(), problem.valid)
     for chunk in slices(max(1, len(hidden)), problem.chunk_tokens):
         valid = problem.valid[chunk, None]
-        rows = torch.where(valid, hidden.detach()[chunk], 0).requires_grad_(wants_hidden)
-        logits = project(rows)
+        rows = torch.where(valid, hidden.detach()[chunk], stand_in).requires_grad_(wants_hidden)
+        logits = project(rows.clone())  # may be written to
         if not parts:
             problem = problem._replace(vocab_size=classes_of(logits.shape[-1]))
         logits = logits[:, : problem.vocab_size]
@@ -206,22 +212,41 @@ def sum_of_projected_losses(
         if row_weight is None:
             continue
         leaves = _leaves(logits)
+        _refuse_hooks(leaf for leaf in leaves if leaf is not rows)
         # what was computed before the call, and once, is in the graph of every chunk
-        for leaf, gradient in zip(
-            leaves, torch.autograd.grad(logits, leaves, d_logits.to(logits.dtype), retain_graph=True), strict=True
-        ):
+        found = torch.autograd.grad(
+            logits, leaves, d_logits.to(logits.dtype), retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for leaf, gradient in zip(leaves, found, strict=True):
             if leaf is rows and d_hidden is not None:
                 d_hidden[chunk] = torch.where(valid, gradient, 0)
-            elif leaf in totals:
-                totals[leaf].add_(gradient)
-            else:
-                totals[leaf] = gradient.to(dtype, copy=True)
+                continue
+            gradient = torch.where(any_counts, gradient, 0).to(dtype)
+            totals[leaf] = totals[leaf].add_(gradient) if leaf in totals else gradient
     losses = joined(parts, problem.row_weight)
     value = _weighted(losses, problem).sum()
     inputs, gradients = list(totals), list(totals.values())
     if d_hidden is not None:
         inputs, gradients = [*inputs, hidden], [*gradients, d_hidden]
     return (_WithGradients.apply(value, gradients, *inputs) if inputs else value), losses
+
+
+def _row_that_counts(hidden: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """The first valid row [1, D], and whether there is one, []; without a host sync."""
+    if not len(hidden):
+        return hidden.new_zeros(1, hidden.shape[-1]), valid.any()
+    return hidden.index_select(0, valid.to(torch.uint8).argmax()[None]), valid.any()
+
+
+def _refuse_hooks(leaves: Iterable[Tensor]) -> None:
+    for leaf in leaves:
+        if leaf._backward_hooks:
+            hook = next(iter(leaf._backward_hooks.values()))
+            raise HeadError(
+                f"the head reads a tensor of shape {tuple(leaf.shape)} that has a hook on its gradient, "
+                f"{getattr(hook, '__qualname__', hook)}, which would run for every chunk: remove it, or use "
+                "CLMCrossEntropyLoss"
+            )
 
 
 def _leaves(result: Tensor) -> list[Tensor]:

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from chunked_loss._fsdp_head import HeadCall, take_fp32_gradients
+from chunked_loss._fsdp_head import HeadCall, output_dtype, take_fp32_gradients
 
 Projection = Callable[[Tensor], Tensor]
 """Rows [C, D] to logits [C, V], each row for itself."""
@@ -77,8 +79,6 @@ def _is_linear(head: nn.Module) -> bool:
 
 def _what_would_be_lost(head: nn.Module) -> str | None:
     """What acts on the logits, where the call gives the loss; hooks before forward act on the rows as always."""
-    if type(head).__call__ is not nn.Module.__call__:
-        return "has a __call__ of its own, which the loss would leave out: move what it does into forward"
     for kind, hooks in _hooks(head).items():
         for hook in hooks:
             if kind != "forward pre-hook" and not _is_of_fsdp(hook):
@@ -86,6 +86,10 @@ def _what_would_be_lost(head: nn.Module) -> str | None:
                     f"has a {kind}, {_name(hook)}, which would get the loss where it expects the logits: remove it, or "
                     "move what it does into the head's forward"
                 )
+    if type(head).__call__ is not nn.Module.__call__:
+        return "has a __call__ of its own, which the loss would leave out: move what it does into forward"
+    if isinstance(head, FSDPModule) and output_dtype(head) in (torch.bfloat16, torch.float16):
+        return f"gives out {output_dtype(head)} by its mixed-precision policy, and so the loss: leave output_dtype out"
     return None
 
 
@@ -100,6 +104,11 @@ def _what_cannot_be_chunked(head: nn.Module, recompute: bool) -> str | None:
             return (
                 f"holds {name or 'itself'}, a {type(module).__name__}, whose collectives would run for every chunk: "
                 "make the head as a whole the unit, with fully_shard"
+            )
+        if isinstance(module, _BatchNorm):
+            return (
+                f"holds {name or 'itself'}, a {type(module).__name__}, whose statistics would be those of one chunk: "
+                "normalise each row by itself"
             )
     for name, parameter in head.named_parameters():
         if parameter._backward_hooks:
@@ -141,12 +150,17 @@ def call_in_head(
 
     def forward(rows: Tensor) -> Tensor:
         projection = _projection(head, is_linear, own_forward, rows.dim())
-        computed = isinstance(projection, LinearHead) and not projection.weight.is_leaf
-        if call is None:
-            return inner(rows, projection)
-        take_fp32_gradients(head.parameters())
-        loss = inner(rows, projection)
-        call.register(loss, gathers_in_backward=recompute or computed)
+        # what is computed once, before the loss, has a graph that leads to the weights and waits for backward
+        computed = isinstance(projection, LinearHead) and any(
+            part is not None and not part.is_leaf for part in projection
+        )
+        hooked = any(not _is_of_fsdp(hook) for hook in head._forward_pre_hooks.values())
+        if call is not None:
+            take_fp32_gradients(head.parameters())
+        with nullcontext() if isinstance(projection, LinearHead) else parametrize.cached():
+            loss = inner(rows, projection)
+        if call is not None:
+            call.register(loss, gathers_in_backward=recompute or computed or hooked)
         return loss
 
     with _replaced_forward(head, forward), call.in_forward() if call is not None else nullcontext():
@@ -175,10 +189,24 @@ def _projection(
         if not is_traceable_wrapper_subclass(weight):  # such as quantized ones, with products of their own
             return LinearHead(weight, getattr(head, "bias", None))
 
+    buffers = dict(head.named_buffers())
+    versions: list[int] = []
+
     def project(rows: Tensor) -> Tensor:
-        logits = own_forward(rows[(None,) * (dims - 2)]).flatten(0, -2)  # as many dims as its input has elsewhere
+        given = own_forward(rows[(None,) * (dims - 2)])  # as many dims as its input has elsewhere
+        if not isinstance(given, Tensor):
+            raise HeadError(f"the head's forward gave a {type(given).__name__}: it must give logits, as one tensor")
+        logits = given.flatten(0, -2)
         if len(logits) != len(rows):
             raise HeadError(f"the head made {len(logits)} rows of {len(rows)}: it must make a row of logits of each")
+        now = [buffer._version for buffer in buffers.values()]
+        for name, before, after in zip(buffers, versions, now, strict=False):
+            if before != after:
+                raise HeadError(
+                    f"the head changes its buffer {name} in every call of its forward, and there is one for each "
+                    "chunk: leave that out, or use CLMCrossEntropyLoss"
+                )
+        versions[:] = now
         return logits
 
     return project
@@ -197,6 +225,30 @@ def _replaced_forward(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> I
             del head.forward
         else:
             head.forward = before
+
+
+_UNCHANGED = frozenset(
+    f"{name}Backward{number}"
+    for name in ("ToCopy", "Alias", "View", "UnsafeView", "Slice", "Clone", "_DDPSink", "CompiledFunction")
+    for number in ("", "0")
+)
+"""Nodes of a graph that leave values as they are, or that cannot be looked into."""
+
+
+def refuse_what_follows(logits: Any, hidden: Tensor, name: str) -> None:
+    """`logits`, of a model whose head was skipped, must be what the head's place gave out, up to casts and slices.
+
+    Raises:
+        HeadError: something else was done to them, such as a scale or a cap. Without a graph nothing is seen.
+    """
+    node = logits.grad_fn if isinstance(logits, Tensor) else None
+    while node is not None and node is not hidden.grad_fn:
+        if node.name() not in _UNCHANGED:
+            raise HeadError(
+                f"head = {name!r}: the model changes its logits after the head ({node.name()}), and the loss would "
+                "leave that out: give softcap if it is a cap, or use CLMCrossEntropyLoss"
+            )
+        node = node.next_functions[0][0] if node.next_functions else None
 
 
 class SkippedHead(nn.Module):

@@ -94,9 +94,9 @@ def global_denominator(
         is 1.0, so that the loss is 0.0 and not NaN.
 
     Raises:
-        ValueError: no label tensor is given.
+        ValueError: no label tensor is given, or one of no integers.
     """
-    counts = [(labels != ignore_index).sum() for labels in labels_of_all_microbatches]
+    counts = [(as_labels(labels) != ignore_index).sum() for labels in labels_of_all_microbatches]
     if not counts:
         raise ValueError("labels_of_all_microbatches is empty: give the labels of each microbatch of the step")
     total = torch.stack(counts).sum()
