@@ -220,11 +220,15 @@ def test_what_is_no_text_is_said_with_its_place(registry, tmp_path):
     path = tmp_path / "run.toml"
     path.write_bytes("[run]\nname = 'é'\n".encode("latin-1"))
     assert _problems(registry, path) == [f"{path}:2:9: is not UTF-8: byte 0xe9 (save the file as UTF-8)"]
+    path.write_bytes(b"\xef\xbb\xbf[run]\nsteps = 3\n\xe9 = 1\n")  # behind a byte order mark too
+    assert _problems(registry, path) == [f"{path}:3:1: is not UTF-8: byte 0xe9 (save the file as UTF-8)"]
     path.write_bytes(b"[run]\nname = 'a\0'\n")
     (problem,) = _problems(registry, path)
     assert problem.startswith(f"{path}:2:10: is not TOML: ")
     (problem,) = _problems(registry, tmp_path)
     assert "Is a directory" in problem
+    (problem,) = _problems(registry, "a\0b")
+    assert "can't be read: embedded null byte" in problem
     path.write_bytes(b"")
     load_config(path, registry=registry)
 
@@ -232,13 +236,56 @@ def test_what_is_no_text_is_said_with_its_place(registry, tmp_path):
 def test_a_word_is_one_value(registry):
     (problem,) = _problems(registry, (), ["run.steps=5\nrun = 6"])
     assert "run.steps = '5\\nrun = 6': must be an integer, not a string" in problem
-    (problem,) = _problems(registry, (), [f"run.steps={'[' * 5000}{']' * 5000}"])
-    assert "must be an integer, not a string" in problem
+    for text in ("[" * 5000 + "]" * 5000, "[" * 200 + "]" * 200, "9" * 5000):
+        (problem,) = _problems(registry, (), [f"run.steps={text}"])
+        assert "must be an integer, not a string" in problem
+    assert load_config((), [f"run.name={'1' * 4400}"], registry=registry).run.name == "1" * 4400
 
 
-def test_a_file_that_is_nested_too_deeply_is_named(registry, write):
-    path = write(f"run = {'[' * 5000}{']' * 5000}\n")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run = " + "[" * 5000 + "]" * 5000,
+        "run = " + "[" * 200 + "]" * 200,
+        "run." + ".".join("a" * 3000) + " = 1",
+        "[run." + ".".join("a" * 3000) + "]",
+    ],
+    ids=["arrays", "fewer arrays", "a key", "a header"],
+)
+def test_a_file_that_is_nested_too_deeply_is_named(registry, write, text):
+    path = write(f"{text}\n")
     assert _problems(registry, path) == [f"{path}: is nested too deeply to be read"]
+
+
+def test_a_number_of_thousands_of_digits_is_said_with_its_file(registry, write):
+    path = write(f"[run]\nsteps = {'9' * 5000}\n")
+    (problem,) = _problems(registry, path)
+    assert problem.startswith(f"{path}: is not TOML: Exceeds the limit")
+    (problem,) = _problems(registry, (), [".".join("a" * 3000) + "=1"])
+    assert 'is not "key.path=value"' in problem
+
+
+def test_a_word_that_names_no_table_is_shown(registry):
+    for word, start in (
+        ("modl.preset=tiny", "modl: is not a table of a config (did you mean 'model'?)"),
+        ("run.foo.bar=3", "run.foo: is not a key of this table"),
+    ):
+        (problem,) = _problems(registry, (), [word])
+        assert problem.startswith(f"command line {word!r}: {start}")
+
+
+def test_keys_with_dots_and_items_of_arrays_of_several_lines_have_their_places(registry, write):
+    path = write(
+        '"a.b" = 0\ntracker = [\n {type="console", evry=1}, # 1\n {type="jsonl", evry=2},\n]\n[run]\n"c.d" = 1\n'
+    )
+    problems = _problems(registry, path)
+    for start in (
+        ':1:1: "a.b": is not a table',
+        ":3:19: tracker.console.evry: is not",
+        ":4:17: tracker.jsonl.evry: is not",
+        ':7:1: run."c.d": is not a key',
+    ):
+        assert any(problem.startswith(f"{path}{start}") for problem in problems), (start, problems)
 
 
 def test_a_problem_points_at_the_file_that_set_the_value_last(registry, write):

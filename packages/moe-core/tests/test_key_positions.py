@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_core.config._positions import _parsed, key_positions
+from moe_core.config._positions import _Scanner, dotted, key_positions, undotted
 
 BARE = st.text("abz_-09", min_size=1, max_size=4)
 QUOTED = st.text("ab.= #[]", min_size=1, max_size=4).map(lambda key: (f'"{key}"', key))
@@ -79,7 +79,10 @@ def test_every_key_has_the_place_where_it_was_written(document):
         ("[x.y]\nz = 1", "x.y.z", (2, 1)),
         ("t = { one = 1, two = 2 }", "t.two", (1, 16)),
         ("t = [\n  { one = 1 },\n  { two = 2 },\n]", "t.1.two", (3, 5)),
-        ("t = [{ one = 1 }, { one = 2 }]", "t.1.one", (1, 1)),  # which of the two it is cannot be told
+        ("t = [{ one = 1 }, { one = 2 }]", "t.1.one", (1, 21)),
+        ("t = [\n  1, # ]\n  [2,\n 3],\n]", "t.1.1", (4, 2)),
+        ("a = 0 # b = 1\nb = 2", "b", (2, 1)),
+        ('"s\\u0074" = 0 # was st = 5', "st", (1, 1)),
         ("[[a]]\n[[a.b]]\n[[a.b]]\nk = 1\n[[a]]\n[[a.b]]\nk = 2", "a.1.b.0.k", (7, 1)),
         ("[[a]]\n[[a.b]]\n[[a.b]]\nk = 1", "a.0.b.1.k", (4, 1)),
     ],
@@ -88,10 +91,19 @@ def test_dotted_inline_and_nested_keys(text, path, place):
     assert key_positions(text)[tuple(path.split("."))] == place
 
 
-def test_a_long_array_is_not_parsed_again_at_each_line():
-    text = "a = [\n" + "  1,\n" * 20_000 + "]\nb = 2\n"
-    with pytest.MonkeyPatch.context() as patch:
-        calls = []
-        patch.setattr("moe_core.config._positions._parsed", lambda block: calls.append(block) or _parsed(block))
-        assert key_positions(text)[("b",)] == (20_003, 1)
-    assert len(calls) == 3
+@pytest.mark.parametrize("line", ["  1,\n", "  [1, 2],\n", "  { a = 1 },\n"])
+def test_the_work_grows_with_the_length_of_a_text_and_no_faster(line, monkeypatch):
+    steps = []
+    skip = _Scanner._skip
+    monkeypatch.setattr(_Scanner, "_skip", lambda self, *what: steps.append(1) or skip(self, *what))
+    counts = []
+    for lines in (1000, 2000):
+        steps.clear()
+        assert key_positions("a = [\n" + line * lines + "]\nb = 2\n")[("b",)] == (lines + 3, 1)
+        counts.append(len(steps))
+    assert counts[1] < 2.01 * counts[0]
+
+
+@pytest.mark.parametrize("path", [("run",), ("run", "a.b", "c"), ("a b", "0"), ("x", "")])
+def test_a_dotted_path_is_read_back(path):
+    assert undotted(dotted(path)) == path

@@ -17,6 +17,9 @@ Sources = dict[KeyPath, str]
 Setter = Callable[[KeyPath], str]
 """What stands in `Sources` for a key path that a file, or a word, sets."""
 
+_DEEPEST = 100
+"""Tables and arrays in each other."""
+
 _MARKS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # first, since UTF-16's mark begins one of them
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
@@ -44,13 +47,14 @@ def read_layers(paths: Iterable[Path], words: Iterable[str]) -> tuple[dict[str, 
 def _read(path: Path) -> tuple[dict[str, Any], Setter] | Problem:
     """What a file says, and where each key stands in it. A mark of UTF-8 at its beginning is passed over."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        return Problem(str(path), f"can't be read: {error.strerror}", hint="give the path of a TOML file")
+        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        return Problem(str(path), f"can't be read: {reason}", hint="give the path of a TOML file")
     if encoding := _other_encoding(data):
         return Problem(str(path), f"is in {encoding}, and TOML is UTF-8", hint="save the file as UTF-8")
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode()
         table = tomllib.loads(text)
     except UnicodeDecodeError as error:
         before = data[: error.start].decode(errors="replace")
@@ -58,13 +62,30 @@ def _read(path: Path) -> tuple[dict[str, Any], Setter] | Problem:
         return Problem(place, f"is not UTF-8: byte 0x{data[error.start]:02x}", hint="save the file as UTF-8")
     except RecursionError:
         return Problem(str(path), "is nested too deeply to be read")
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # of Python itself, where a number has thousands of digits
         told = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", str(error))
         if told is None:
             return Problem(str(path), f"is not TOML: {error}")
         return Problem(f"{path}:{told[2]}:{told[3]}", f"is not TOML: {told[1]}")
+    if _is_deep(table):
+        return Problem(str(path), "is nested too deeply to be read")
     positions = key_positions(text)
     return table, lambda key: ":".join(map(str, (path, *positions[key])))
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether tables and arrays lie in each other more often than any config has them; without recursion."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _other_encoding(data: bytes) -> str | None:
@@ -116,7 +137,7 @@ def _apply(merged: dict[str, Any], word: str, sources: Sources) -> Problem | Non
     """Lay one `key.path=value` over `merged`; a problem if it names no place."""
     dotted, equals, text = word.partition("=")
     keys = [key.strip() for key in dotted.split(".")]
-    if not equals or not all(keys):
+    if not equals or not all(keys) or len(keys) > _DEEPEST:
         return Problem(word, 'is not "key.path=value"', source="command line", hint="for example mesh.ep=2")
     label = f"command line {word!r}"
     if keys[0] in ARRAYS and keys[0] not in merged:
@@ -132,7 +153,10 @@ def _apply(merged: dict[str, Any], word: str, sources: Sources) -> Problem | Non
                                hint=f"types: {', '.join(_types(table)) or 'none'}")  # fmt: skip
             path, table = (*path, str(position)), table[position]
         else:
-            path, table = (*path, key), table.setdefault(key, {})
+            path = (*path, key)
+            if key not in table:
+                table[key], sources[path] = {}, label
+            table = table[key]
         if not isinstance(table, (dict, list)):
             return Problem(dotted, f"{'.'.join(path)} is a value, not a table", source=label)
     if isinstance(table, list):
@@ -155,6 +179,7 @@ def _parse(text: str) -> Any:
     """As TOML where it is one TOML value, else as a bare string: `model.preset=tiny` needs no quotes."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text
-    return parsed["value"] if len(parsed) == 1 else text  # a further line sets a key of its own
+    # a further line sets a key of its own
+    return text if len(parsed) > 1 or _is_deep(parsed) else parsed["value"]

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from moe_core.config._layers import Sources, read_layers, source_of
+from moe_core.config._positions import dotted, undotted
 from moe_core.config._structure import structure, structure_selected
 from moe_core.plugins import Config, ConfigError, Problem, Registry, RunConfig, Selected, load_registry
 from moe_core.plugins._components import nearest
@@ -72,7 +73,11 @@ def _unknown_tables(merged: dict[str, Any]) -> list[Problem]:
     names = ["run", *TABLES, *ARRAYS]
     inner = "it is a sub-table of the component that uses it"
     return [
-        Problem(name, "is not a table of a config", hint=inner if name in KINDS else nearest(name, names, "tables"))
+        Problem(
+            dotted([name]),
+            "is not a table of a config",
+            hint=inner if name in KINDS else nearest(name, names, "tables"),
+        )
         for name in merged
         if name not in names
     ]
@@ -94,11 +99,11 @@ def _array(
 
 def _placed(problem: Problem, merged: dict[str, Any], sources: Sources) -> Problem:
     """The problem with the source of its value; tables of arrays go by their type instead of position."""
-    path = tuple(problem.key.split("."))
+    path = undotted(problem.key)
     source = problem.source or source_of(path, sources)
     key = problem.key
     if len(path) > 1 and path[0] in ARRAYS and path[1].isdigit() and path[0] in merged:
         table = merged[path[0]][int(path[1])]
         if isinstance(table, dict) and isinstance(table.get("type"), str) and path[2:] != ("type",):
-            key = ".".join((path[0], table["type"], *path[2:]))
+            key = dotted((path[0], table["type"], *path[2:]))
     return attrs.evolve(problem, key=key, source=source)

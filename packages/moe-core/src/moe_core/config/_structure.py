@@ -15,6 +15,7 @@ from cattrs import (
 from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn, override
 
+from moe_core.config._positions import dotted
 from moe_core.plugins import Problem, Registry, Selected, UnknownComponentError, component_kind
 from moe_core.plugins._components import nearest
 from moe_core.plugins._config import NONE
@@ -205,13 +206,13 @@ def _problems(error: BaseException, path: tuple[str, ...]) -> "list[Problem]":
             path = (*path, note.name)
         elif isinstance(note, IterableValidationNote):
             path = (*path, str(note.index))
-    key = ".".join(path)
+    key = dotted(path)
     if isinstance(error, (ClassValidationError, IterableValidationError)):
         return [problem for inner in error.exceptions for problem in _problems(inner, path)]
     if isinstance(error, ForbiddenExtraKeysError):
         names = [field.name for field in attrs.fields(error.cl)]
         return [
-            Problem(f"{key}.{name}", "is not a key of this table", hint=nearest(name, names, "keys"))
+            Problem(dotted((*path, name)), "is not a key of this table", hint=nearest(name, names, "keys"))
             for name in sorted(error.extra_fields)
         ]
     if isinstance(error, _Broken):
