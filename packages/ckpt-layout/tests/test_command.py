@@ -257,6 +257,55 @@ def test_an_interrupted_conversion_goes_on_where_it_was(folder, tmp_path):
     assert not (tmp_path / "out" / "progress.json").exists()
 
 
+def test_another_source_or_a_damaged_record_starts_again(folder, tmp_path):
+    def step(count):
+        raise RuntimeError
+
+    for number, harm in enumerate(("another folder", "another file", "a damaged record", "no record")):
+        out, source = tmp_path / f"out{number}", tmp_path / f"source{number}"
+        save_hf(model(torch.bfloat16, seed=7), source, config=CONFIG, max_shard_size="200B")
+        with pytest.raises(RuntimeError):
+            convert(source, out, "hf", max_shard_size="100B", step=step)
+        record = tmp_path / f".out{number}.partial" / "progress.json"
+        if harm == "another folder":
+            source = folder
+        elif harm == "another file":
+            for file in folder.iterdir():
+                (source / file.name).write_bytes(file.read_bytes())
+        else:
+            record.write_text("[]" if harm == "a damaged record" else "{")
+        convert(source, out, "hf", max_shard_size="100B")
+        assert_equal(read(out), read(source))
+
+
+def test_an_interrupted_conversion_to_dcp_starts_again(folder, tmp_path):
+    def step(count):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(folder, tmp_path / "out", "dcp", step=step)
+    assert [file.name for file in (tmp_path / "out").iterdir()] == [".step-00000000.partial"]
+    convert(folder, tmp_path / "out", "dcp")
+    assert main(["diff", str(folder), str(tmp_path / "out"), "--family", "glm4_moe"]) == 0
+
+
+def test_dtypes_without_a_place_in_the_files_are_named(tmp_path):
+    odd = nn.Module()
+    odd.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"phase: torch\.complex64 has no place in these files: only F64, "):
+        save_hf(odd, tmp_path / "out", family="glm4_moe")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_root_is_no_folder_to_write(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="/: is no folder that can be made"):
+        save_hf(model(), "/", config=CONFIG)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        save_hf(model(), ".", config=CONFIG)
+
+
 def test_another_plan_starts_again(folder, tmp_path):
     def step(count):
         raise RuntimeError

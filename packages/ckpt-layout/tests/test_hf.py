@@ -506,6 +506,29 @@ def test_hsdp_replicas_that_drifted_are_named():
         assert message.endswith("lm_head.weight: ranks 1 / 3")
 
 
+def test_a_difference_along_one_axis_of_a_mesh_is_raised_on_all_ranks():
+    def drift():
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from ckpt_layout import assert_replicated
+
+        mesh, model = init_device_mesh("cpu", (2, 2)), nn.Linear(2, 2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+            assert_replicated(model, mesh)
+            if dist.get_rank() == 1:
+                model.bias[0] = 9
+        try:
+            assert_replicated(model, mesh)
+        except ValueError as error:
+            return str(error)
+
+    for message in run_ranks(drift, 4, timeout=20):
+        assert message.endswith("bias: ranks 0 / 1; bias: ranks 1 / 3")
+
+
 def test_a_rank_that_cannot_write_fails_all_and_leaves_no_folder(tmp_path):
     source = write_folder(tmp_path / "in", disk_tensors())
 

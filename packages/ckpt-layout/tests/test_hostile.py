@@ -186,6 +186,34 @@ def test_an_index_with_code_in_it_is_not_run(tmp_path, capsys):
 # -- while writing -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [torch.Size([2**62, 2**62]), (3.0, 4), None], ids=["huge", "no number", "no chunks"])
+def test_an_index_that_cannot_be_right_is_said_in_a_line(tmp_path, capsys, size):
+    folder = save_checkpoint(tmp_path, 1, model=linear(1.0))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    item = metadata.state_dict_metadata["model/weight"]
+    if size is None:
+        item.chunks.clear()
+    else:
+        item.size = size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "weight" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "weight" in capsys.readouterr().err
+    with pytest.raises((ValueError, RuntimeError), match="weight"):
+        load_checkpoint(tmp_path, model=linear())
+
+
+@pytest.mark.parametrize("text", ["[]", '{"x": 1}', "{"])
+def test_a_damaged_record_of_a_checkpoint_is_said_in_a_line(tmp_path, capsys, text):
+    folder = save_checkpoint(tmp_path, 1, model=linear(1.0))
+    (folder / "meta.json").write_text(text)
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "meta.json: is missing, or damaged" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"meta\.json: is no (JSON|record of a checkpoint)"):
+        load_checkpoint(tmp_path, model=linear())
+
+
 def test_a_rank_killed_in_an_export_leaves_no_folder_and_the_next_one_works(tmp_path):
     def killed(target):
         import os

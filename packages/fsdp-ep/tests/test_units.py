@@ -230,6 +230,15 @@ def _without_experts_on_one_rank():
     with pytest.raises(ValueError, match=r"ep_mesh = \('ep',\): no parameter .* 1 ranks") as caught:
         fully_shard_moe(dense(), **meshes)
     assert caught.value.key == "ep_mesh"
+    convolved = dense()
+    convolved.conv = nn.Conv1d(4, 4, 2)  # as Mamba has
+    with pytest.raises(ValueError, match="no parameter is a stack of experts"):
+        find_units(convolved, ep_mesh=meshes["ep_mesh"])
+    vectors = dense()
+    vectors.experts = nn.Module()
+    vectors.experts.num_experts, vectors.experts.dispatcher = 3, None
+    vectors.experts.gains = nn.Parameter(torch.ones(3, 4))
+    find_units(vectors, ep_mesh=meshes["ep_mesh"])
     assert find_units(dense(), ep_mesh=meshes["ep_mesh"], require_experts=False).experts == []
     fully_shard_moe(dense(), **meshes, require_experts=False)
     fully_shard_moe(dense(), dp_mesh=meshes["dp_mesh"])

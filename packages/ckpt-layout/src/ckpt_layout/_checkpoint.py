@@ -191,7 +191,7 @@ def load_checkpoint(
         return None
     reader = Reader(folder)
     with together("reading the checkpoint"):
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = read_meta(folder)
         _warn_of_other_plugins(folder, meta, plugins)
         host = torch.load(folder / "host.pt", map_location="cpu", weights_only=True)
         tensors = without_ties(model_tensors(model))
@@ -343,6 +343,22 @@ def meta_bytes(step: int, ranks: int, state: Mapping[str, Any] | None = None, pl
         return (json.dumps({**meta, "plugins": list(plugins), "state": dict(state or {})}, indent=2) + "\n").encode()
     except (TypeError, ValueError) as error:
         raise LayoutError(f"state must be what JSON can hold: {error}") from error
+
+
+def read_meta(folder: Path) -> Mapping[str, Any]:
+    """What `meta_bytes` wrote.
+
+    Raises:
+        LayoutError: the file is damaged.
+    """
+    file = folder / "meta.json"
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LayoutError(f"{file}: is no JSON: {error}") from error
+    if not isinstance(meta, dict) or not {"step", "world_size", "state"} <= meta.keys():
+        raise LayoutError(f"{file}: is no record of a checkpoint, which has step, world_size and state")
+    return meta
 
 
 def _warn_of_other_plugins(folder: Path, meta: Mapping[str, Any], plugins: Sequence[str]) -> None:

@@ -45,8 +45,8 @@ def convert(
 ) -> None:
     """Write the model's weights in `source` as another format. One native tensor is in memory at a time.
 
-    An interrupted conversion to "hf" or "stacked" goes on behind the files that were complete; one to "dcp"
-    starts again. The target appears when it is whole.
+    An interrupted conversion to "hf" or "stacked" goes on behind the files that were complete, if the source is as it
+    was; one to "dcp" starts again. The target appears when it is whole.
 
     Args:
         to: "hf" (a tensor for each expert, as the family's files are), "stacked" (all of a layer in one), or
@@ -58,7 +58,7 @@ def convert(
     Raises:
         LayoutError: a ValueError: the source is damaged or incomplete, or the target exists.
     """
-    refuse_occupied(target)
+    refuse_occupied(target, but_for=partial_of(free_name(target, step=0)) if to == "dcp" else None)
     view = open_view(source, family)
     if to == "dcp":
         _to_dcp(view, target, dtype, step)
@@ -100,7 +100,7 @@ def _to_hf(
     items = items_to_write(view.tensors(), row, dtype, stacked=stacked)
     plans = file_plans(items, limit)
     partial = partial_of(target)
-    done = _Progress.of(partial, plans)
+    done = _Progress.of(partial, plans, view.place)
     for plan in plans:
         if plan.name not in done.files:
             create(partial, plan)
@@ -135,23 +135,27 @@ def _copy_beside(source: Path, target: Path) -> None:
 
 @attrs.frozen
 class _Progress:
-    """Which files of an unfinished conversion are complete, and of which plan."""
+    """Which files of an unfinished conversion are complete, of which plan and source."""
 
     NAME = "progress.json"
     digest: str
     files: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, partial: Path, plans: list[FilePlan]) -> "_Progress":
-        """What an earlier try left, if it had the same plan; else an empty folder."""
-        digest = hashlib.blake2b(b"".join(plan.name.encode() + plan.header for plan in plans)).hexdigest()
-        file = partial / cls.NAME
-        if file.is_file():
-            found = json.loads(file.read_text(encoding="utf-8"))
-            if found.get("digest") == digest:
-                return cls(digest, tuple(found["files"]))
+    def of(cls, partial: Path, plans: list[FilePlan], source: Path) -> "_Progress":
+        """What an earlier try left, if it had the same plan and source; else an empty folder."""
+        hashed = hashlib.blake2b(b"".join(plan.name.encode() + plan.header for plan in plans))
+        files = sorted((file.name, file.stat()) for file in source.resolve().iterdir() if file.is_file())
+        told = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+        hashed.update(repr((str(source.resolve()), told)).encode())
+        try:
+            found = json.loads((partial / cls.NAME).read_text(encoding="utf-8"))
+            if found["digest"] == hashed.hexdigest():
+                return cls(found["digest"], tuple(found["files"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            pass  # there is none, or it was damaged: begin again
         fresh_folder(partial)
-        return cls(digest)
+        return cls(hashed.hexdigest())
 
     def with_file(self, partial: Path, name: str) -> "_Progress":
         longer = attrs.evolve(self, files=(*self.files, name))

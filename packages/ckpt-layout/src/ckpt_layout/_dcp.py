@@ -1,5 +1,6 @@
 """torch.distributed.checkpoint as this package uses it: keys, an index that is read safely, errors by rank."""
 
+import math
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -66,10 +67,25 @@ class Reader(FileSystemReader):
         for stored in metadata.storage_data.values():
             if Path(stored.relative_path).name != stored.relative_path:
                 raise LayoutError(f"{file}: names {stored.relative_path!r}, which is no file in its folder")
+        for key, item in stored_tensors(metadata).items():
+            _check_stored(file, key, item)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def _check_stored(file: Path, key: str, item: TensorStorageMetadata) -> None:
+    """What it says of a tensor must be possible, and its chunks must be as many numbers as the tensor."""
+    if not all(type(size) is int and size >= 0 for sizes in (item.size, *_sizes(item)) for size in sizes):
+        raise LayoutError(f"{file}: says that {key} has the shape {tuple(item.size)}, in chunks of {_sizes(item)}")
+    listed, whole = sum(map(math.prod, _sizes(item))), math.prod(item.size)
+    if listed < whole:
+        raise LayoutError(f"{file}: has only {listed} of the {whole} numbers of {key}")
+
+
+def _sizes(item: TensorStorageMetadata) -> list[tuple[int, ...]]:
+    return [tuple(chunk.sizes) for chunk in item.chunks]
 
 
 def stored_tensors(metadata: Metadata, prefix: str = "") -> dict[str, TensorStorageMetadata]:
@@ -109,5 +125,7 @@ def dcp_errors(what: str) -> Iterator[None]:
             yield
     except CheckpointException as error:
         failures = sorted(error.failures.items())
+        if any(isinstance(cause, KeyboardInterrupt) for _, (cause, _) in failures):
+            raise KeyboardInterrupt from error
         ranks = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in failures)
         raise PeerError(f"{what} failed on {ranks}") from error

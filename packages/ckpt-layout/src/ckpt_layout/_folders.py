@@ -16,7 +16,14 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
 def partial_of(final: Path) -> Path:
-    """Where a folder is written, beside its place, until it is whole."""
+    """Where a folder is written, beside its place, until it is whole.
+
+    Raises:
+        LayoutError: the root of the file system, which has no place beside it.
+    """
+    final = final if final.name else final.absolute()
+    if not final.name:
+        raise LayoutError(f"{final}: is no folder that can be made; give one inside of it")
     return final.with_name(f".{final.name}.partial")
 
 
@@ -35,8 +42,9 @@ def write_durably(file: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def refuse_occupied(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+def refuse_occupied(folder: Path, but_for: Path | None = None) -> None:
+    """Raises LayoutError where something lies in `folder`, `but_for` this."""
+    if folder.exists() and (not folder.is_dir() or any(inside != but_for for inside in folder.iterdir())):
         raise LayoutError(f"{folder}: exists and is not empty; give another folder, or remove it first")
 
 

@@ -83,7 +83,7 @@ class HfFolder:
         file = self._files[self._file_of[key]]
         try:
             return file.get_slice(key)[block] if block else file.get_tensor(key)
-        except SafetensorError as error:
+        except (SafetensorError, RuntimeError) as error:
             raise LayoutError(f"{self.path / self._file_of[key]}: {key} cannot be read: {error}") from error
 
     def _read_run(self, key: str, block: tuple[slice, ...], out: Tensor | None) -> Tensor:
@@ -229,6 +229,8 @@ def plan_files(entries: Iterable[Entry], limit: int) -> list[FilePlan]:
     files: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
+        if entry.dtype not in _NAMES:
+            raise LayoutError(f"{entry.key}: {entry.dtype} has no place in these files: only {', '.join(_DTYPES)} have")
         if files[-1] and filled + entry.bytes > limit:
             files.append([])
             filled = 0

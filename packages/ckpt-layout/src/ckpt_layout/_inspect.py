@@ -1,6 +1,5 @@
 """What a folder of weights holds, whether it is whole, and how two differ: either format as native tensors."""
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from ckpt_layout._checkpoint import rng_name
+from ckpt_layout._checkpoint import read_meta, rng_name
 from ckpt_layout._dcp import MODEL, Reader, dcp_errors, stored_tensors
 from ckpt_layout._errors import LayoutError, some
 from ckpt_layout._families import Family, resolve_family
@@ -33,6 +32,11 @@ _STACK = re.compile(r"(^|\.)experts\.[^.]+$")
 class View(Protocol):
     """Native tensors by name."""
 
+    @property
+    def place(self) -> Path:
+        """The folder that has the files."""
+        ...
+
     def tensors(self) -> Mapping[str, Tensor]:
         """Of the right shape and dtype, but without memory (on the meta device)."""
         ...
@@ -47,13 +51,13 @@ class DcpView:
         folder = path if is_dcp(path) else latest_folder(path)
         if folder is None or not is_dcp(folder):
             raise LayoutError(f"{path}: holds no checkpoint: neither .metadata nor a file `latest` that names one")
-        self.folder = folder
+        self.folder = self.place = folder
         self._reader = Reader(folder)
         stored = stored_tensors(self._reader.read_metadata())
         prefix = MODEL if any(key.startswith(MODEL) for key in stored) else ""
         self._keys = {key.removeprefix(prefix): key for key in stored if key.startswith(prefix)}
         self._infos = {
-            name: torch.empty(stored[key].size, dtype=stored[key].properties.dtype, device="meta")
+            name: _without_memory(folder, name, stored[key].size, stored[key].properties.dtype)
             for name, key in self._keys.items()
         }
         self.others = len(stored) - len(self._keys)
@@ -72,7 +76,7 @@ class HfView:
     """A Hugging Face folder, put together as the family's native tensors."""
 
     def __init__(self, folder: HfFolder, family: Family) -> None:
-        self.folder, self.family = folder, family
+        self.folder, self.family, self.place = folder, family, folder.path
         self._pieces: dict[str, list[Piece]] = {}
         self._infos: dict[str, Tensor] = {}
         for name, shape in native_shapes(family, folder.shapes()).items():
@@ -81,7 +85,7 @@ class HfView:
                 wanted = {piece.key for piece in layouts(family, name, shape)[0]}
                 raise LayoutError(f"{folder.path}: {name} is not complete: no {some(wanted - folder.keys())}")
             self._pieces[name] = way
-            self._infos[name] = torch.empty(shape, dtype=folder.dtype(way[0].key), device="meta")
+            self._infos[name] = _without_memory(folder.path, name, shape, folder.dtype(way[0].key))
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self._infos
@@ -93,6 +97,14 @@ class HfView:
             for overlap in overlaps(tensor, region, piece):
                 overlap.fill(self.folder.read(piece.key, overlap.disk, overlap.local))
         return tensor
+
+
+def _without_memory(folder: Path, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    except (RuntimeError, TypeError) as error:
+        told = str(error).splitlines()[0]
+        raise LayoutError(f"{folder}: {name} is said to be {tuple(shape)} of {dtype}: {told}") from error
 
 
 def is_dcp(path: Path) -> bool:
@@ -200,7 +212,7 @@ def problems(path: Path, family: str | None = None) -> Iterator[str]:
 def _problems_beside(folder: Path) -> Iterator[str]:
     meta = _meta(folder)
     if not meta:
-        yield f"{folder / 'meta.json'}: is missing, or no JSON"
+        yield f"{folder / 'meta.json'}: is missing, or damaged"
         return
     try:
         torch.load(folder / "host.pt", map_location="cpu", weights_only=True)
@@ -248,12 +260,11 @@ def _gap(one: Tensor, two: Tensor) -> float:
     return float(apart.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
-def _meta(folder: Path) -> dict[str, Any]:
+def _meta(folder: Path) -> Mapping[str, Any]:
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_meta(folder)
+    except (OSError, LayoutError):
         return {}
-    return meta if isinstance(meta, dict) else {}
 
 
 def _size(count: int) -> str:

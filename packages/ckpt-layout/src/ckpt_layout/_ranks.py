@@ -87,11 +87,18 @@ def assert_replicated(model: nn.Module, mesh_or_group: DeviceMesh | ProcessGroup
         groups = [mesh_or_group]
     if mesh_or_group is None and world()[1] == 1:
         return
-    for group in groups:
-        _compare(model, group)
+    found = [line for group in groups for line in _different(model, group)]
+    if len(groups) > 1:  # what others found along another axis, so that all ranks raise or none
+        for group in groups:
+            found = list(dict.fromkeys(line for theirs in gathered(found, group) for line in theirs))
+    if found:
+        raise ReplicaMismatchError(
+            "these must be equal on all ranks that hold them, and are not (ranks that agree are listed together): "
+            + "; ".join(found)
+        )
 
 
-def _compare(model: nn.Module, group: ProcessGroup | None) -> None:
+def _different(model: nn.Module, group: ProcessGroup | None) -> list[str]:
     size = world()[1] if group is None else group.size()
     mine = {
         name: (region_of(tensor), _digest(local_of(tensor)))
@@ -99,19 +106,15 @@ def _compare(model: nn.Module, group: ProcessGroup | None) -> None:
         if _has_copies(tensor, size)
     }
     by_tensor: dict[tuple, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, theirs in enumerate(gathered(mine, group)):
+    ranks = range(size) if group is None else dist.get_process_group_ranks(group)
+    for rank, theirs in zip(ranks, gathered(mine, group), strict=True):
         for name, (region, checksum) in theirs.items():
             by_tensor[name, region][checksum].append(rank)
-    different = [
+    return [
         f"{name}: ranks " + " / ".join(",".join(map(str, ranks)) for ranks in versions.values())
         for (name, _), versions in by_tensor.items()
         if len(versions) > 1
     ]
-    if different:
-        raise ReplicaMismatchError(
-            "these must be equal on all ranks that hold them, and are not (ranks that agree are listed together): "
-            + "; ".join(different)
-        )
 
 
 def _has_copies(tensor: Tensor, ranks: int) -> bool:

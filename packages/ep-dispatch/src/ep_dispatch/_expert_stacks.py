@@ -23,8 +23,8 @@ def shard_experts(
 
     A stack is found by its interface: a module with attributes `num_experts` (E) and `dispatcher`, and own
     parameters [E, ...]. These become `Shard(0)` DTensors of the same names and global shapes, each rank keeping
-    the `torch.chunk` piece of the values that it has; `dispatcher` is set. On a 1-rank mesh nothing changes, and the
-    same is refused as on any other.
+    the `torch.chunk` piece of the values that it has; `dispatcher` is set. On a 1-rank mesh nothing changes, so
+    that a second call is not seen there; all else is refused as on any other.
 
     Args:
         model: on the meta device or a real one; changed in place.

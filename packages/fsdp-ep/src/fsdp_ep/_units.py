@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
 
 
 class ShardingError(ValueError):
@@ -88,7 +89,7 @@ def find_experts(model: nn.Module, ep_mesh: DeviceMesh | None, required: bool) -
     """The modules that own expert stacks: parameters that are DTensors on `ep_mesh`.
 
     None on a 1-rank mesh, where expert parallelism changes nothing. But that there are experts is seen there too,
-    by parameters of three dims, so that a wrong model is refused before it runs on many ranks.
+    by what they own, so that a wrong model is refused before it runs on many ranks.
     """
     if ep_mesh is None:
         return []
@@ -97,9 +98,9 @@ def find_experts(model: nn.Module, ep_mesh: DeviceMesh | None, required: bool) -
         for name, module in model.named_modules()
         if any(_is_on(parameter, ep_mesh) for parameter in module.parameters(recurse=False))
     ]
-    stands_whole = ep_mesh.size() == 1 and any(parameter.dim() > 2 for parameter in model.parameters())
+    stands_whole = ep_mesh.size() == 1 and any(_may_be_experts(module) for module in model.modules())
     if required and not owners and not stands_whole:
-        found = "has three dims, as experts" if ep_mesh.size() == 1 else "is a DTensor on it"
+        found = "is a stack of experts" if ep_mesh.size() == 1 else "is a DTensor on it"
         rule = f"no parameter {found}, and this mesh of {ep_mesh.size()} ranks is for experts"
         hint = "shard the experts over it first; require_experts = False where the model need not have any"
         raise ShardingError("ep_mesh", tuple(ep_mesh.mesh_dim_names or ()), rule, hint)
@@ -109,6 +110,16 @@ def find_experts(model: nn.Module, ep_mesh: DeviceMesh | None, required: bool) -
         for parameter_name, parameter in module.named_parameters():
             _check_stack(f"{name}.{parameter_name}", parameter, ep_mesh)
     return [module for _, module in owners]
+
+
+def _may_be_experts(module: nn.Module) -> bool:
+    """Owns parameters of three dims, and is no convolution; or is a stack as ep-dispatch finds it."""
+    own, count = list(module.parameters(recurse=False)), getattr(module, "num_experts", None)
+    if any(parameter.dim() > 2 for parameter in own):
+        return not isinstance(module, _ConvNd)
+    return hasattr(module, "dispatcher") and any(
+        parameter.dim() > 0 and parameter.shape[0] == count for parameter in own
+    )
 
 
 def _is_on(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Generator, Tensor, nn
 
-from ckpt_layout import local_blocks
+from ckpt_layout import LayoutError, local_blocks
 from nemotron_nano.model_config import NemotronNanoConfig
 
 Draw = Callable[[range, tuple[int, ...], Generator, NemotronNanoConfig], Tensor]
@@ -38,7 +38,13 @@ def init_weights(model: nn.Module, config: NemotronNanoConfig, seed: int) -> Non
     """
     for name, parameter in model.named_parameters():
         name = _plain(name)
-        _fill(parameter, name, _draw_for(name, config), config, seed)
+        draw = _draw_for(name, config)
+        try:
+            blocks = list(local_blocks(parameter))
+        except LayoutError as error:
+            raise ValueError(f"{name}: {error}") from error
+        for local, where in blocks:
+            _fill(local, where, parameter.shape, name, draw, config, seed)
     for name, buffer in model.named_buffers():
         if not _plain(name).endswith((".router.bias", ".tokens_per_expert")):
             raise ValueError(f"buffer {name}: its initial value is not known")
@@ -51,17 +57,25 @@ def _plain(name: str) -> str:
     return name
 
 
-def _fill(parameter: Tensor, name: str, draw: Draw, config: NemotronNanoConfig, seed: int) -> None:
-    shape, generator = parameter.shape, Generator()
-    for local, (held, *others) in local_blocks(parameter):
-        for index, rows in _blocks(name, shape):
-            start, stop = max(rows.start, held.start), min(rows.stop, held.stop)
-            if start < stop:
-                # blocks of a parameter never share a seed: the CPU generator keeps 32 bits of it
-                generator.manual_seed((_hash(f"{seed}/{name}") + index) % 2**32)
-                values = draw(rows, (len(rows), *shape[1:]), generator, config)
-                values = values[(slice(start - rows.start, stop - rows.start), *others)]
-                local[start - held.start : stop - held.start].copy_(values)
+def _fill(
+    local: Tensor,
+    where: tuple[slice, ...],
+    shape: torch.Size,
+    name: str,
+    draw: Draw,
+    config: NemotronNanoConfig,
+    seed: int,
+) -> None:
+    """Set `local`, which lies at `where` of the parameter `name` of `shape`."""
+    (held, *others), generator = where, Generator()
+    for index, rows in _blocks(name, shape):
+        start, stop = max(rows.start, held.start), min(rows.stop, held.stop)
+        if start < stop:
+            # blocks of a parameter never share a seed: the CPU generator keeps 32 bits of it
+            generator.manual_seed((_hash(f"{seed}/{name}") + index) % 2**32)
+            values = draw(rows, (len(rows), *shape[1:]), generator, config)
+            values = values[(slice(start - rows.start, stop - rows.start), *others)]
+            local[start - held.start : stop - held.start].copy_(values)
 
 
 def _blocks(name: str, shape: torch.Size) -> Iterator[tuple[int, range]]:

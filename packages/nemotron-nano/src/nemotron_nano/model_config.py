@@ -109,7 +109,7 @@ class NemotronNanoConfig:
                 "top_k = 1 with normalize_top_k = true: a token's only expert weight is always routed_scaling_factor = "
                 f"{self.routed_scaling_factor}, so the router learns nothing from the loss; set normalize_top_k = "
                 "false, or top_k to 2 or more",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     @property
