@@ -67,6 +67,7 @@ def _converter(registry: Registry) -> Converter:
     for kind in (bool, int, float, str):
         converter.register_structure_hook(kind, _exactly)
     converter.register_structure_hook_factory(_is_optional, lambda cls: _optional(cls, converter))
+    converter.register_structure_hook_factory(_is_value_or_table, lambda cls: _value_or_table(cls, converter))
     converter.register_structure_hook_factory(_is_literal, lambda _: _literal)
     converter.register_structure_hook_factory(_is_array, lambda cls: _array(cls, converter))
     converter.register_structure_hook_factory(attrs.has, lambda cls: _attrs_class(cls, registry, converter))
@@ -97,6 +98,21 @@ def _optional(cls: Any, converter: Converter) -> Callable[[Any, Any], Any]:
 
     def hook(value: Any, _: Any) -> Any:
         return None if value is None or value == NONE else converter.structure(value, target)
+
+    return hook
+
+
+def _is_value_or_table(cls: Any) -> bool:
+    """`str | SomeAttrsClass`: the short and the long way to write one thing."""
+    options = get_args(cls)
+    return get_origin(cls) in (Union, types.UnionType) and len(options) == 2 and sum(map(attrs.has, options)) == 1
+
+
+def _value_or_table(cls: Any, converter: Converter) -> Callable[[Any, Any], Any]:
+    table, plain = sorted(get_args(cls), key=attrs.has, reverse=True)
+
+    def hook(value: Any, _: Any) -> Any:
+        return converter.structure(value, table if isinstance(value, dict) else plain)
 
     return hook
 

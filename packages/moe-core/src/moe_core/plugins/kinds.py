@@ -141,7 +141,10 @@ class Clipper(Protocol):
 
 
 class Data(Protocol):
-    """data: batches as a function of the step, so that a step number is all the position there is."""
+    """data: batches as a function of the step, so that a step number is all the position there is.
+
+    One with an attribute `files`, a mapping of names to paths, has them copied into every checkpoint: its tokenizer.
+    """
 
     def train_batches(self, step: int) -> Sequence[Batch]:
         """This rank's microbatches of optimizer step `step` (from 0); as many on every rank."""
