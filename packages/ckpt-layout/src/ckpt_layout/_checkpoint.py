@@ -6,6 +6,7 @@
     host.pt                        optimizer settings and scheduler
     rng-00000.pt                   each rank's generators
     config.toml                    the run's config, if given
+    ...                            other files that were given
 """
 
 import io
@@ -54,6 +55,8 @@ from ckpt_layout._training_state import (
 
 _FORMAT = 1
 
+_OWN_FILES = ("meta.json", "host.pt", "config.toml", ".metadata")
+
 _log = logging.getLogger(__name__)
 
 
@@ -65,7 +68,8 @@ class _Content:
     host: bytes
     meta: bytes
     rng: bytes
-    config_toml: str | None
+    files: Mapping[str, bytes]
+    """By name: what else lies in the folder."""
 
 
 def save_checkpoint(
@@ -77,6 +81,7 @@ def save_checkpoint(
     scheduler: Any = None,
     state: Mapping[str, Any] | None = None,
     config_toml: str | None = None,
+    files: Mapping[str, str | Path] | None = None,
     plugins: Sequence[str] = (),
     keep_last: int | None = None,
     background: "BackgroundSaves | None" = None,
@@ -90,6 +95,7 @@ def save_checkpoint(
     Args:
         state: what JSON can hold, the same on all ranks.
         config_toml: stored beside the checkpoint as config.toml.
+        files: what is copied into the checkpoint's folder, by the name that it gets there: a tokenizer, for one.
         plugins: what is installed, as words such as "moe-core 0.1.0"; a load that is given others warns.
         keep_last: how many of the checkpoints written last stay, at least 1; None: all.
         background: None: return when all is written. Else return as soon as everything is copied to the host,
@@ -107,7 +113,8 @@ def save_checkpoint(
     group = None if background is None else background.group
     with together("preparing the checkpoint", group):
         _check_arguments(step, keep_last)
-        content = _content(model, optimizer, scheduler, meta_bytes(step, world()[1], state, plugins), config_toml)
+        beside = _files(config_toml, files or {})
+        content = _content(model, optimizer, scheduler, meta_bytes(step, world()[1], state, plugins), beside)
         final = free_name(directory, step)
     final = gathered(final, group)[0]  # what rank 0 sees counts: it publishes
     partial = partial_of(final)
@@ -145,8 +152,8 @@ def _write(content: _Content, partial: Path, final: Path, keep_last: int | None,
         if world()[0] == 0:
             write_durably(partial / "host.pt", content.host)
             write_durably(partial / "meta.json", content.meta)
-            if content.config_toml is not None:
-                write_durably(partial / "config.toml", content.config_toml.encode())
+            for name, data in content.files.items():
+                write_durably(partial / name, data)
     with together("publishing the checkpoint", group):
         if world()[0] == 0:
             publish(partial, final)
@@ -300,8 +307,16 @@ def _check_arguments(step: int, keep_last: int | None) -> None:
         raise LayoutError(f"keep_last = {keep_last}: must be at least 1, or None to keep all")
 
 
+def _files(config_toml: str | None, files: Mapping[str, str | Path]) -> dict[str, bytes]:
+    """Read on rank 0, which writes them."""
+    if taken := {name for name in files if Path(name).name != name or name in _OWN_FILES}:
+        raise LayoutError(f"files: {some(taken)}: must be plain names, and none that a checkpoint has itself")
+    contents = {} if config_toml is None else {"config.toml": config_toml.encode()}
+    return contents | {name: Path(path).read_bytes() for name, path in files.items() if world()[0] == 0}
+
+
 def _content(
-    model: nn.Module, optimizer: Optimizer | None, scheduler: Any, meta: bytes, config_toml: str | None
+    model: nn.Module, optimizer: Optimizer | None, scheduler: Any, meta: bytes, files: Mapping[str, bytes]
 ) -> _Content:
     tensors = without_ties(model_tensors(model))
     names = _names_by_id(tensors)
@@ -312,7 +327,7 @@ def _content(
     host = host_bytes(optimizer, scheduler, names)
     rng = io.BytesIO()
     torch.save(capture_rng(_device_type(tensors)), rng)
-    return _Content(every, host, meta, rng.getvalue(), config_toml)
+    return _Content(every, host, meta, rng.getvalue(), files)
 
 
 def _names_by_id(tensors: Mapping[str, Tensor]) -> dict[int, str]:

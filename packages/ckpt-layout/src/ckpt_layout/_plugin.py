@@ -51,6 +51,7 @@ class DcpCheckpointer:
             scheduler=run.scheduler,
             state=state,
             config_toml=run.config.to_toml(),
+            files=getattr(getattr(run, "data", None), "files", {}),
             plugins=_plugins(run),
             keep_last=self.keep_last,
             background=self.background,
