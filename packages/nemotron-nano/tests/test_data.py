@@ -6,7 +6,10 @@ from collections import Counter
 import pytest
 import torch
 
-from nemotron_nano.data.text import CorpusError, TextData, python_stdlib, read_corpus, text_folder
+from nemotron_nano.data.components import _of_bytes
+from nemotron_nano.data.rows import RowData
+from nemotron_nano.data.streams import CorpusError
+from nemotron_nano.data.text import python_stdlib, read_corpus, text_folder
 
 
 @pytest.fixture
@@ -31,7 +34,13 @@ def _data(corpus, dp_rank=0, dp_size=1, **changes):
         "isolate_documents": False,
         "seed": 5,
     }
-    return TextData(corpus, **{**options, **changes}, dp_rank=dp_rank, dp_size=dp_size, device=torch.device("cpu"))
+    return RowData(
+        _of_bytes(corpus), **{**options, **changes}, dp_rank=dp_rank, dp_size=dp_size, device=torch.device("cpu")
+    )
+
+
+def text_of(stream):
+    return stream.tokens.tobytes()
 
 
 def test_files_keep_their_side_when_others_come_and_go(folder):
@@ -40,18 +49,23 @@ def test_files_keep_their_side_when_others_come_and_go(folder):
     after = text_folder(folder, (".txt",), 0.3)
     assert before.digest != after.digest
     grown = (
-        len(after.training.text) + len(after.validation.text) - len(before.training.text) - len(before.validation.text)
+        len(text_of(after.training))
+        + len(text_of(after.validation))
+        - len(text_of(before.training))
+        - len(text_of(before.validation))
     )
     assert grown == len("one more document")
-    unchanged = before.validation.text == after.validation.text or before.training.text == after.training.text
+    unchanged = text_of(before.validation) == text_of(after.validation) or text_of(before.training) == text_of(
+        after.training
+    )
     assert unchanged
 
 
 def test_only_the_asked_suffixes_are_read_and_every_byte_of_them_once(folder):
     corpus = text_folder(folder, (".txt",), 0.3)
     total = sum(path.stat().st_size for path in folder.rglob("*.txt"))
-    assert len(corpus.training.text) + len(corpus.validation.text) == total
-    assert corpus.training.documents + corpus.validation.documents == 40
+    assert len(text_of(corpus.training)) + len(text_of(corpus.validation)) == total
+    assert len(corpus.training.starts) + len(corpus.validation.starts) == 40
 
 
 def test_the_digest_sees_names_and_contents(folder):
@@ -64,9 +78,9 @@ def test_the_digest_sees_names_and_contents(folder):
 
 def test_the_standard_library_is_there_without_its_tests():
     corpus = python_stdlib()
-    assert b"class JSONDecoder" in corpus.training.text + corpus.validation.text
-    assert len(corpus.training.text) > 5_000_000
-    share = len(corpus.validation.text) / len(corpus.training.text)
+    assert b"class JSONDecoder" in text_of(corpus.training) + text_of(corpus.validation)
+    assert len(text_of(corpus.training)) > 5_000_000
+    share = len(text_of(corpus.validation)) / len(text_of(corpus.training))
     assert 0.01 < share < 0.12
     assert python_stdlib().digest == corpus.digest
 
@@ -77,7 +91,7 @@ def test_labels_are_the_bytes_after_the_tokens(folder):
     assert batch.tokens.shape == batch.labels.shape == (8, 16)
     assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
     for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True):
-        assert bytes([*tokens, labels[-1]]) in corpus.training.text
+        assert bytes([*tokens, labels[-1]]) in text_of(corpus.training)
 
 
 @pytest.mark.parametrize(("dp_size", "microbatches"), [(2, 1), (4, 1), (2, 2), (1, 4)])
@@ -96,11 +110,15 @@ def test_the_global_batch_is_the_same_under_every_layout(folder, dp_size, microb
 
 def test_an_epoch_reads_every_row_once_and_the_next_in_another_order(folder):
     corpus = text_folder(folder, (".txt",), 0.3)
-    rows = (len(corpus.training.text) - 1) // 16
+    rows = (len(text_of(corpus.training)) - 1) // 16
     data = _data(corpus, global_batch_size=1)
     first = [bytes(data.train_batches(step)[0].tokens[0].tolist()) for step in range(rows)]
     second = [bytes(data.train_batches(step)[0].tokens[0].tolist()) for step in range(rows, 2 * rows)]
-    assert Counter(first) == Counter(second) == Counter(corpus.training.text[i * 16 : i * 16 + 16] for i in range(rows))
+    assert (
+        Counter(first)
+        == Counter(second)
+        == Counter(text_of(corpus.training)[i * 16 : i * 16 + 16] for i in range(rows))
+    )
     assert first != second
 
 
@@ -112,7 +130,7 @@ def test_validation_has_as_many_batches_on_every_rank_and_each_row_once(folder, 
     assert len({len(share) for share in shares}) == 1
     labels = torch.cat([batch.labels for share in shares for batch in share])
     padding = (labels == -100).all(1)
-    text = corpus.validation.text
+    text = text_of(corpus.validation)
     rows = (len(text) - 1) // 16
     numbers = [i * rows // 10 for i in range(10)]
     assert labels[~padding].tolist() == [list(text[number * 16 + 1 : number * 16 + 17]) for number in numbers]
@@ -126,9 +144,9 @@ def test_validation_has_as_many_batches_on_every_rank_and_each_row_once(folder, 
 def test_isolated_documents_are_numbered_and_nothing_is_predicted_across(folder):
     corpus = text_folder(folder, (".txt",), 0.3)
     (batch,) = _data(corpus, isolate_documents=True).train_batches(0)
-    starts = set(corpus.training.document_starts)
+    starts = set(corpus.training.starts)
     for tokens, labels, documents in zip(*(part.tolist() for part in batch), strict=True):
-        offset = corpus.training.text.find(bytes(tokens))
+        offset = text_of(corpus.training).find(bytes(tokens))
         for position, document in enumerate(documents):
             expected = sum(1 for start in starts if start <= offset + position)
             assert document == expected

@@ -15,6 +15,7 @@ _COMPONENTS = (
     ("trainer", "pretrain", "train.components:PretrainConfig", "train.pretrain:build_pretrain"),
     ("data", "python_stdlib", "data.components:PythonStdlibConfig", "data.components:build_python_stdlib"),
     ("data", "text_files", "data.components:TextFilesConfig", "data.components:build_text_files"),
+    ("data", "tokens", "data.components:TokensConfig", "data.components:build_tokens"),
     ("tracker", "console", "report.trackers:ConsoleConfig", "report.trackers:build_console"),
     ("tracker", "jsonl", "report.trackers:JsonlConfig", "report.trackers:build_jsonl"),
 )
@@ -30,11 +31,11 @@ def moe_components() -> list[Component]:
 @hookimpl
 def moe_validate(config: "Config", world_size: int) -> list[Problem]:
     from nemotron_nano.components import NemotronNanoModelConfig, problems
-    from nemotron_nano.data.components import validate_text
+    from nemotron_nano.data.components import validate_data
 
     model = config["model"].config
     found = problems(model, config.run.device_type) if isinstance(model, NemotronNanoModelConfig) else []
-    return found + _unused_axes(config) + validate_text(config, world_size)
+    return found + _unused_axes(config) + validate_data(config, world_size)
 
 
 def _unused_axes(config: "Config") -> list[Problem]:

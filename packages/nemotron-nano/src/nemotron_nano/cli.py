@@ -1,4 +1,4 @@
-"""The command `nemotron-nano`: train, plan, components, generate, export, report."""
+"""The command `nemotron-nano`: prepare, train, plan, components, generate, export, report."""
 
 import argparse
 import os
@@ -6,7 +6,8 @@ import platform
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -78,6 +79,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nemotron-nano", description="Train Nemotron-3 Nano with expert parallelism.")
     parser.add_argument("--version", action=_Versions, help="versions of the eight packages, torch and Python")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    prepare = commands.add_parser("prepare", help="turn text into a file of token ids", description=_prepare.__doc__)
+    prepare.add_argument("out", type=Path, metavar="OUT", help="writes OUT.bin, OUT.idx and what belongs to them")
+    kinds = "JSON lines (.gz, .zst too), parquet, text files, folders of these, or a saved dataset"
+    prepare.add_argument("inputs", type=Path, nargs="+", metavar="INPUT", help=kinds)
+    prepare.add_argument("--tokenizer", required=True, metavar="PATH", help='a tokenizer.json, or "bytes"')
+    prepare.add_argument("--end", metavar="TOKEN", help='ends each document (default: the tokenizer\'s own); or "none"')
+    prepare.add_argument("--field", default="text", metavar="NAME", help='of an object or a table (default "text")')
+    prepare.add_argument("--workers", type=_positive, default=1, metavar="N", help="processes (default 1)")
+    bad = "what a damaged document does (default stop)"
+    prepare.add_argument("--on-bad-line", choices=("skip", "stop"), default="stop", help=bad)
+    prepare.add_argument("--verify", action="store_true", help="tokenise again and compare; alone where OUT exists")
+    prepare.set_defaults(command=_prepare)
 
     train = commands.add_parser("train", help="train from a config", description=_train.__doc__)
     train.add_argument("words", nargs="+", metavar="CONFIG... [key.path=value ...]", help="TOML files, then overrides")
@@ -160,6 +174,45 @@ _whole = _number(int, "a whole number", lambda number: True)
 _above_zero = _number(float, "a number above 0", lambda number: number > 0)
 _not_negative = _number(float, "a number, not negative", lambda number: number >= 0)
 _share = _number(float, "a number above 0 and at most 1", lambda number: 0 < number <= 1)
+
+
+def _prepare(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Tokenise documents into Megatron's indexed format, for the data component "tokens" and for other trainers. An
+    interrupted preparation goes on when the same command is given again."""
+    from nemotron_nano.data.prepare import Work, prepare, total_size, verify
+
+    work = Work(
+        tuple(options.inputs),
+        options.tokenizer,
+        end=options.end,
+        field=options.field,
+        on_bad_line=options.on_bad_line,
+        workers=options.workers,
+    )
+    out = options.out
+    if not (options.verify and out.with_name(f"{out.name}.idx").is_file()):
+        with _progress("tokenising", total_size(work)) as position:
+            done = prepare(out, work, position=position)
+        print(f"{out}.bin: {done.documents:,} documents, {done.tokens:,} tokens of {done.text_bytes:,} bytes of text")
+        if done.bad:
+            print(f"{done.bad:,} damaged documents were left out; they are listed in {out}.bad.txt", file=sys.stderr)
+    if options.verify:
+        with _progress("comparing", total_size(work)) as position:
+            print(f"{out}.bin: all {verify(out, work, position=position):,} documents are those of the inputs")
+    return 0
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A bar on a terminal, with the time that is left; told how many bytes are done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def _train(options: argparse.Namespace, words: Sequence[str]) -> int:

@@ -1,14 +1,17 @@
 """A trained run, loaded again on one process: to generate from it, and to export it."""
 
-import codecs
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 
 from ckpt_layout import load_checkpoint, save_hf
 from moe_core.config import load_config
+from nemotron_nano.data.tokenizer import BYTES, JsonTokenizer, Tokenizer, load_tokenizer
 from nemotron_nano.generate import generate_stream
 from nemotron_nano.model import NemotronNano
 from nemotron_nano.train.assemble import run_on_a_mesh, with_model
@@ -52,22 +55,45 @@ def trained_model(folder: Path) -> Iterator[NemotronNano]:
 def continue_text(
     folder: Path, prompt: str, max_new_tokens: int, *, temperature: float, top_p: float, seed: int
 ) -> Iterator[str]:
-    """The prompt, then the model's bytes as text, as they come."""
+    """The prompt, then the model's text as it comes, until the token that ends a document.
+
+    Raises:
+        PromptError: the prompt is empty.
+    """
     if not prompt:
         raise PromptError('--prompt "": must have at least one character to continue')
+    tokenizer = tokenizer_of(folder)
     yield prompt
     with trained_model(folder) as model:
         device = next(model.parameters()).device
-        tokens = torch.tensor([list(prompt.encode())], device=device)
+        tokens = torch.tensor([list(tokenizer.encode([prompt])[0])], device=device)
         generator = torch.Generator(device).manual_seed(seed)
-        utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # holds back what begins a character
-        for token in generate_stream(
+        stream = generate_stream(
             model, tokens, max_new_tokens, temperature=temperature, top_p=top_p, generator=generator
-        ):
-            yield utf8.decode(bytes([int(token)])) if token < 256 else ""
+        )
+        yield from tokenizer.pieces(takewhile(lambda number: number != tokenizer.end, map(int, stream)))
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """The tokenizer that went along with a run; bytes where none did."""
+    file = folder / "tokenizer.json"
+    return load_tokenizer(str(file) if file.is_file() else BYTES)
 
 
 def export(folder: Path, output: Path, max_shard_size: str) -> None:
-    """Write the latest checkpoint of a run as transformers reads it."""
+    """Write the latest checkpoint of a run as transformers reads it, and its tokenizer with it."""
+    tokenizer = tokenizer_of(folder)
     with trained_model(folder) as model:
-        save_hf(model, output, family="nemotron_h", max_shard_size=max_shard_size, config=model.config.to_hf())
+        config = model.config.to_hf()
+        if config["eos_token_id"] is None:
+            config["eos_token_id"] = tokenizer.end
+        save_hf(model, output, family="nemotron_h", max_shard_size=max_shard_size, config=config)
+    if not isinstance(tokenizer, JsonTokenizer):
+        return
+    shutil.copyfile(tokenizer.path, output / "tokenizer.json")
+    beside = {
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_text},
+        "generation_config.json": {"eos_token_id": config["eos_token_id"], "do_sample": True},
+    }
+    for name, content in beside.items():
+        (output / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

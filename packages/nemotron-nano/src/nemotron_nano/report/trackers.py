@@ -46,9 +46,10 @@ class ConsoleTracker:
         self._console.print(f"[bold]{run.config.run.name}[/]: {parameters:,} parameters, {where}, {_layout(run)}")
         if "digest" in description:
             self._console.print(
-                f"{description['corpus']}, digest {description['digest']}: {description['training_files']} files, "
-                f"{description['training_bytes']:,} bytes for training; {description['validation_files']} files, "
-                f"{description['validation_bytes']:,} bytes for validation"
+                f"{description['corpus']}, digest {description['digest']}: {description['training_documents']:,} "
+                f"documents, {description['training_tokens']:,} tokens for training; "
+                f"{description['validation_documents']:,} documents, {description['validation_tokens']:,} tokens for "
+                "validation"
             )
         if first_step:
             self._console.print(f"resumed after step {first_step}; {steps - first_step} to go")
@@ -71,7 +72,7 @@ class ConsoleTracker:
         if "bits_per_byte" in metrics:
             bits, entropy = metrics["bits_per_byte"], metrics["byte_entropy_bits"]
             less = f"{1 - bits / entropy:.0%} less"
-            line += f", [bold]{bits:.3f} bits per byte[/] (single bytes alone: {entropy:.3f}, {less})"
+            line += f", [bold]{bits:.3f} bits per byte[/] (single tokens alone: {entropy:.3f}, {less})"
         self._console.print(line)
 
     def checkpoint_saved(self, *, step: int, path: Path, **_: Any) -> None:

@@ -55,6 +55,7 @@ class Pretrain:
         begin = time.perf_counter()
         run.model.train()
         batches = run.data.train_batches(step)
+        waited = time.perf_counter() - begin
         outputs = accumulate_gradients(run, batches)
         norm = run.clipper(run.model.parameters())
         lr = run.scheduler.get_last_lr()[0]
@@ -75,6 +76,7 @@ class Pretrain:
             "lr": lr,
             "tokens": totals.tokens,
             "seconds": seconds,
+            "data_seconds": waited,
             "tokens_per_second": totals.tokens / seconds,
             **({} if utilisation is None else {"mfu": utilisation.of_step(batches, seconds)}),
             "peak_memory_bytes": totals.peak_memory_bytes,
